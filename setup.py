@@ -1,0 +1,114 @@
+"""The only build logic: extension list, ISA flag table, debug and sanitizer switches.
+
+Environment:
+    PAGEDKV_DEBUG=1      asserts and the level 1 checker on every call (PKV_ASSERT), -O1 -g
+    PAGEDKV_SANITIZE=X   -fsanitize=X on everything, with PAGEDKV_DEBUG's flags (address, undefined, thread; comma separated)
+    CFLAGS, LDFLAGS      appended by setuptools as usual
+
+Building never looks at the build host's CPU: every ISA of the target architecture is compiled with its own flags and chosen
+at run time.
+"""
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+X86_ISA_FLAGS = {
+    "k_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "k_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+    "k_vnni.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"],
+}
+ARM_ISA_FLAGS = {
+    "k_neon.c": ["-march=armv8.2-a+fp16+dotprod"],
+}
+COMMON_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "k_scalar.c"]
+# Contraction would fuse a*b+c behind the specification's back; -fno-math-errno lets sqrtf be one instruction, same bits.
+STRICT_FLAGS = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+
+machine = os.environ.get("PAGEDKV_TARGET", platform.machine()).lower()
+isa_flags = {"x86_64": X86_ISA_FLAGS, "amd64": X86_ISA_FLAGS, "aarch64": ARM_ISA_FLAGS, "arm64": ARM_ISA_FLAGS}.get(machine, {})
+isa_flags = {name: flags for name, flags in isa_flags.items() if Path("csrc", name).exists()}
+
+sanitize = os.environ.get("PAGEDKV_SANITIZE", "")
+debug = bool(sanitize) or os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
+flags = [*STRICT_FLAGS, *(["-O1", "-g", "-DPAGEDKV_DEBUG=1", "-fno-omit-frame-pointer"] if debug else ["-O3", "-g0"])]
+link_flags = []
+if sanitize:
+    flags.append(f"-fsanitize={sanitize}")
+    link_flags.append(f"-fsanitize={sanitize}")
+
+
+class BuildExt(build_ext):
+    """Adds each ISA file's own flags, warnings for our C only, and one clear line when there is no C compiler."""
+
+    def build_extensions(self):
+        compiler = self.compiler
+        compile_one = compiler._compile
+
+        def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):
+            name = Path(src).name
+            extra = [*extra_postargs, *isa_flags.get(name, [])]
+            if Path(src).parent.name == "csrc":
+                extra += ["-Wall", "-Wextra"]
+            else:
+                extra += ["-Wno-unused-function", "-Wno-cpp"]
+            compile_one(obj, src, ext, cc_args, extra, pp_opts)
+
+        compiler._compile = compile_with_isa_flags
+        super().build_extensions()
+
+
+def require_c_compiler():
+    """Exit with one line that says what is missing, before setuptools fails in the middle of a build."""
+    import shlex
+    import shutil
+    import sysconfig
+
+    command = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
+    if not shutil.which(command):
+        sys.exit(
+            f"pagedkv: a C compiler is needed to build and '{command}' was not found; "
+            "install gcc or clang (Debian/Ubuntu: apt install gcc python3-dev) or set CC"
+        )
+
+
+def extensions():
+    """Every core/*.pyx is one extension; only core/_kernels links csrc."""
+    found = []
+    for path in sorted(Path("pagedkv", "core").glob("*.pyx")):
+        csrc = [str(Path("csrc", name)) for name in [*COMMON_SOURCES, *isa_flags]] if path.stem == "_kernels" else []
+        found.append(
+            Extension(
+                f"pagedkv.core.{path.stem}",
+                [str(path), *csrc],
+                include_dirs=["csrc", str(Path("pagedkv", "include"))],
+                depends=[str(h) for h in [*Path("csrc").glob("*.h"), *Path("pagedkv", "include", "pagedkv").glob("*.h")]],
+                extra_compile_args=flags,
+                extra_link_args=link_flags,
+                libraries=["pthread", "m"],
+            )
+        )
+    return found
+
+
+if {"build_ext", "bdist_wheel", "build", "install", "develop", "editable_wheel"} & set(sys.argv):
+    require_c_compiler()
+
+if "sdist" in sys.argv or "egg_info" in sys.argv or "dist_info" in sys.argv or "--version" in sys.argv:
+    ext_modules = extensions()
+else:
+    from Cython.Build import cythonize
+
+    ext_modules = cythonize(
+        extensions(),
+        include_path=["."],
+        compiler_directives={"language_level": 3, "boundscheck": False, "wraparound": False, "cdivision": True,
+                             "initializedcheck": False, "embedsignature": True, "embedsignature.format": "python"},
+        show_all_warnings=False,
+    )
+
+setup(ext_modules=ext_modules, cmdclass={"build_ext": BuildExt})
