@@ -1,0 +1,182 @@
+"""What arena, sequence, prefix index and checker share under the lock: the lock itself, encoded links, page lists.
+
+Inline only: each extension compiles its own copy, so the hot paths make no call. Nothing here is for consumers.
+"""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from pagedkv.core.structs cimport *
+
+
+cdef extern from *:
+    """
+    #include <sched.h>
+    #if defined(__x86_64__)
+    #define pkv_pause() __builtin_ia32_pause()
+    #elif defined(__aarch64__)
+    #define pkv_pause() __asm__ volatile("yield")
+    #else
+    #define pkv_pause() ((void)0)
+    #endif
+    #if defined(__SANITIZE_ADDRESS__)
+    #include <sanitizer/asan_interface.h>
+    #define pkv_hide(p, n) ASAN_POISON_MEMORY_REGION(p, n)
+    #define pkv_show(p, n) ASAN_UNPOISON_MEMORY_REGION(p, n)
+    #else
+    #define pkv_hide(p, n) ((void)(p), (void)(n))
+    #define pkv_show(p, n) ((void)(p), (void)(n))
+    #endif
+    """
+    void pkv_pause() noexcept nogil
+    void pkv_hide(void *p, size_t n) noexcept nogil  # AddressSanitizer reports a touch of these bytes, as after free()
+    void pkv_show(void *p, size_t n) noexcept nogil
+    void sched_yield() noexcept nogil
+    int32_t atomic_exchange "__atomic_exchange_n"(int32_t *p, int32_t value, int order) noexcept nogil
+    int32_t atomic_load "__atomic_load_n"(int32_t *p, int order) noexcept nogil
+    void atomic_store "__atomic_store_n"(int32_t *p, int32_t value, int order) noexcept nogil
+    void atomic_store_u32 "__atomic_store_n"(uint32_t *p, uint32_t value, int order) noexcept nogil
+    const int ACQUIRE "__ATOMIC_ACQUIRE"
+    const int RELEASE "__ATOMIC_RELEASE"
+    const int RELAXED "__ATOMIC_RELAXED"
+    void *memcpy(void *to, const void *source, size_t n) noexcept nogil
+
+
+# The lock is held for list and counter updates only, never while a page is copied, so waiting is short: spin, then give
+# the processor to the holder. The holder never needs the GIL.
+
+cdef inline void lock(pkv_arena *a) noexcept nogil:
+    cdef int spins = 0
+    while atomic_exchange(&a.lock, 1, ACQUIRE):
+        while atomic_load(&a.lock, RELAXED):
+            spins += 1
+            if spins & 63:
+                pkv_pause()
+            else:
+                sched_yield()
+
+
+cdef inline void unlock(pkv_arena *a) noexcept nogil:
+    atomic_store(&a.lock, 0, RELEASE)
+
+
+cdef inline int64_t poison(pkv_arena *a, uint32_t fault, int64_t page) noexcept nogil:
+    """Refuse every later call, keeping the first reason; returns -TAMPER. The lock is held."""
+    if a.fault == PKV_FAULT_NONE:
+        a.fault_page = page
+        atomic_store_u32(&a.fault, fault, RELAXED)
+    return -PKV_TAMPER
+
+
+cdef inline bint counts_hold(const pkv_arena *a) noexcept nogil:
+    return (0 <= a.n_pages <= a.max_pages and a.n_free >= 0 and a.n_in_use >= 0 and a.n_cached >= 0
+            and a.n_free + a.n_in_use + a.n_cached == a.n_pages)
+
+
+cdef inline bint canaries_hold(const pkv_arena *a) noexcept nogil:
+    return a.canary_pre == PKV_ARENA_CANARY_PRE and a.canary_post == PKV_ARENA_CANARY_POST
+
+
+cdef inline int64_t enter(pkv_arena *a) noexcept nogil:
+    """Level 1 check, then the lock: 0 with the lock held, or -TAMPER without it."""
+    if a == NULL:
+        return -PKV_TAMPER
+    if not canaries_hold(a):
+        atomic_store_u32(&a.fault, PKV_FAULT_CANARY, RELAXED)
+        return -PKV_TAMPER
+    lock(a)
+    if a.fault == PKV_FAULT_NONE:
+        if counts_hold(a):
+            return 0
+        poison(a, PKV_FAULT_COUNTS, -1)
+    unlock(a)
+    return -PKV_TAMPER
+
+
+cdef inline int64_t enter_seq(pkv_seq *s) noexcept nogil:
+    """The same for a sequence: its arena's lock is held when 0 is returned."""
+    if s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
+        return -PKV_TAMPER
+    if enter(s.arena):
+        return -PKV_TAMPER
+    if 0 <= s.n_pages_used <= s.max_pages:
+        return 0
+    poison(s.arena, PKV_FAULT_SEQUENCE, -1)
+    unlock(s.arena)
+    return -PKV_TAMPER
+
+
+# Lists are circular and doubly linked through a fake page each, so insertion and removal need no special case.
+
+cdef inline uint32_t free_head(const pkv_arena *a) noexcept nogil:
+    return <uint32_t>a.max_pages
+
+
+cdef inline uint32_t lru_head(const pkv_arena *a) noexcept nogil:
+    return <uint32_t>a.max_pages + 1
+
+
+cdef inline uint32_t encode(const pkv_arena *a, uint32_t at, uint32_t to) noexcept nogil:
+    return (to ^ a.link_key) + at * <uint32_t>0x9E3779B1
+
+
+cdef inline uint32_t decode(const pkv_arena *a, uint32_t at, uint32_t link) noexcept nogil:
+    return (link - at * <uint32_t>0x9E3779B1) ^ a.link_key
+
+
+cdef inline void link_to_itself(pkv_arena *a, uint32_t i) noexcept nogil:
+    a.pages[i].next = a.pages[i].prev = encode(a, i, i)
+
+
+cdef inline bint linked(const pkv_arena *a, uint32_t i) noexcept nogil:
+    """Whether both neighbours of i exist and link back to it."""
+    cdef uint32_t n = decode(a, i, a.pages[i].next)
+    cdef uint32_t p = decode(a, i, a.pages[i].prev)
+    return (n <= lru_head(a) and p <= lru_head(a)
+            and decode(a, n, a.pages[n].prev) == i and decode(a, p, a.pages[p].next) == i)
+
+
+cdef inline bint insert_after(pkv_arena *a, uint32_t at, uint32_t i) noexcept nogil:
+    """Link i behind `at`; false, and nothing changed, when a link there was overwritten."""
+    cdef uint32_t n = decode(a, at, a.pages[at].next)
+    if n > lru_head(a) or decode(a, n, a.pages[n].prev) != at:
+        return False
+    a.pages[i].prev = encode(a, i, at)
+    a.pages[i].next = encode(a, i, n)
+    a.pages[at].next = encode(a, at, i)
+    a.pages[n].prev = encode(a, n, i)
+    return True
+
+
+cdef inline bint unlink(pkv_arena *a, uint32_t i) noexcept nogil:
+    """Take i off its list; false, and nothing changed, when a link there was overwritten."""
+    cdef uint32_t n, p
+    if not linked(a, i):
+        return False
+    n = decode(a, i, a.pages[i].next)
+    p = decode(a, i, a.pages[i].prev)
+    a.pages[p].next = encode(a, p, n)
+    a.pages[n].prev = encode(a, n, p)
+    link_to_itself(a, i)
+    return True
+
+
+cdef inline uint8_t *page_at(const pkv_arena *a, int64_t i) noexcept nogil:
+    return a.storage + i * a.page_stride
+
+
+cdef inline void write_guard(pkv_arena *a, uint32_t i) noexcept nogil:
+    cdef uint64_t word = PKV_PAGE_GUARD
+    if a.flags & PKV_ARENA_GUARD:
+        memcpy(page_at(a, i) + a.page_bytes, &word, 8)
+
+
+cdef inline bint guard_holds(const pkv_arena *a, uint32_t i) noexcept nogil:
+    cdef uint64_t word = PKV_PAGE_GUARD
+    if a.flags & PKV_ARENA_GUARD:
+        memcpy(&word, page_at(a, i) + a.page_bytes, 8)
+    return word == PKV_PAGE_GUARD
+
+
+cdef inline bint holdable(const pkv_arena *a, uint32_t i) noexcept nogil:
+    """Whether page i is what a sequence may hold: inside the arena, in use and counted."""
+    return i < a.n_pages and a.pages[i].state == PKV_PAGE_IN_USE and a.pages[i].refcount != 0

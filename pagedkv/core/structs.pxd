@@ -1,0 +1,103 @@
+"""Names of the structs and constants of pagedkv.h, which alone defines them."""
+
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "pagedkv/pagedkv.h" nogil:
+    const uint32_t PKV_NO_PAGE
+    const int64_t PKV_MAX_PAGES, PKV_MAX_STORAGE, PKV_PAGE_ALIGN
+    const int64_t PKV_ABI_VERSION
+    const uint64_t PKV_ARENA_CANARY_PRE, PKV_ARENA_CANARY_POST
+    const uint64_t PKV_SEQ_CANARY_PRE, PKV_SEQ_CANARY_POST
+    const uint64_t PKV_PREFIX_CANARY_PRE, PKV_PREFIX_CANARY_POST
+    const uint64_t PKV_PAGE_GUARD
+
+    enum: PKV_OK, PKV_BAD_INPUT, PKV_POOL_EXHAUSTED, PKV_SEQ_FULL, PKV_TAMPER, PKV_NOT_FOUND
+    enum: PKV_PAGE_FREE, PKV_PAGE_IN_USE, PKV_PAGE_CACHED
+    enum: PKV_ARENA_GUARD
+    enum: PKV_FAULT_NONE, PKV_FAULT_CANARY, PKV_FAULT_COUNTS, PKV_FAULT_LINK, PKV_FAULT_GUARD, PKV_FAULT_PAGE
+    enum: PKV_FAULT_SEQUENCE, PKV_FAULT_PREFIX, PKV_FAULT_CLOSED
+
+    ctypedef struct pkv_page:
+        uint32_t refcount
+        uint32_t next
+        uint32_t prev
+        uint8_t state
+        uint8_t indexed
+
+    ctypedef struct pkv_arena:
+        uint64_t canary_pre
+        uint8_t *storage
+        int64_t page_bytes
+        int64_t page_stride
+        pkv_page *pages
+        int64_t max_pages
+        int64_t growth_pages
+        uint32_t flags
+        uint32_t link_key
+        int32_t lock
+        uint32_t fault
+        int64_t fault_page
+        int64_t n_pages
+        int64_t n_free
+        int64_t n_in_use
+        int64_t n_cached
+        int64_t n_copies
+        int64_t n_seqs
+        pkv_seq *seqs
+        pkv_prefix *prefix
+        int64_t (*evict)(pkv_arena *) noexcept nogil
+        void (*forget)(pkv_arena *, uint32_t) noexcept nogil
+        uint64_t num_allocated
+        uint64_t num_copied
+        uint64_t num_evicted
+        uint64_t num_grown
+        size_t storage_bytes
+        size_t pages_bytes
+        uint64_t canary_post
+
+    ctypedef struct pkv_seq:
+        uint64_t canary_pre
+        pkv_arena *arena
+        int64_t seq_id
+        int64_t n_pages_used
+        int64_t max_pages
+        uint32_t *page_indices
+        int64_t n_tokens
+        pkv_seq *next
+        pkv_seq *prev
+        uint32_t copy_from
+        uint32_t copy_to
+        uint64_t canary_post
+
+    ctypedef struct pkv_prefix_entry:
+        uint64_t hash
+        uint32_t parent
+        uint32_t first_child
+        uint32_t next_sibling
+        uint32_t prev_sibling
+        uint32_t next_in_bucket
+
+    ctypedef struct pkv_prefix:
+        uint64_t canary_pre
+        pkv_arena *arena
+        int64_t page_tokens
+        int64_t n_buckets
+        uint32_t *buckets
+        pkv_prefix_entry *entries
+        int32_t *tokens
+        int64_t n_entries
+        uint32_t first_root
+        uint64_t seed
+        uint64_t num_queried
+        uint64_t num_hit
+        size_t buckets_bytes
+        size_t entries_bytes
+        size_t tokens_bytes
+        uint64_t canary_post
+
+    ctypedef struct pkv_violation:
+        const char *what
+        int64_t where
+        int64_t expected
+        int64_t found

@@ -1,0 +1,187 @@
+/* pagedkv.h: the page arena for C.
+ *
+ * Structs are public so that a reader of pages needs no calls: page i of an arena is `storage + i * page_stride`, 64-byte
+ * aligned, and never moves. Everything that changes an arena goes through the functions of pkv_api, all of which may be called
+ * from any thread without the GIL.
+ *
+ * Functions return PKV_OK or an index (>= 0) on success and a negated verdict on failure.
+ */
+#ifndef PAGEDKV_PAGEDKV_H
+#define PAGEDKV_PAGEDKV_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define PKV_ABI_VERSION 1
+
+#define PKV_NO_PAGE 0xFFFFFFFFu           /* "no page" wherever a page index is stored */
+#define PKV_MAX_PAGES 0x7FFFFFF0          /* largest max_pages of an arena or a sequence */
+#define PKV_MAX_STORAGE ((int64_t)1 << 46) /* largest max_pages * page_stride, in bytes */
+#define PKV_PAGE_ALIGN 64
+
+#define PKV_ARENA_CANARY_PRE 0xA7E9C1D35B8F2E61u
+#define PKV_ARENA_CANARY_POST 0x91F4B6E2D8A35C7Du
+#define PKV_SEQ_CANARY_PRE 0xC3B19A5ED6F7284Bu
+#define PKV_SEQ_CANARY_POST 0xE5D2874FB3A96C1Eu
+#define PKV_PREFIX_CANARY_PRE 0xB8D64E93A1C5F72Du
+#define PKV_PREFIX_CANARY_POST 0xD49CA2F187E6B35Bu
+#define PKV_PAGE_GUARD 0xF1D3B597E9C7A58Bu /* the word behind each page of an arena made with PKV_ARENA_GUARD */
+
+enum pkv_verdict {
+    PKV_OK = 0,
+    PKV_BAD_INPUT = 1,
+    PKV_POOL_EXHAUSTED = 2, /* no page can be had, or the system refused memory; nothing changed */
+    PKV_SEQ_FULL = 3,
+    PKV_TAMPER = 4, /* a struct fails its checks, or the arena is poisoned or closed */
+    PKV_NOT_FOUND = 5,
+    PKV_N_VERDICTS = 6
+};
+
+enum pkv_page_state {
+    PKV_PAGE_FREE = 0,   /* content meaningless, on the free list */
+    PKV_PAGE_IN_USE = 1, /* refcount > 0 */
+    PKV_PAGE_CACHED = 2  /* refcount 0, content findable by the prefix index, on the LRU list */
+};
+
+enum pkv_arena_flag { PKV_ARENA_GUARD = 1 };
+
+/* Why an arena is poisoned: pkv_arena.fault; pkv_arena.fault_page names the page where there is one, else -1. */
+enum pkv_fault {
+    PKV_FAULT_NONE = 0,
+    PKV_FAULT_CANARY = 1,   /* a canary of the arena */
+    PKV_FAULT_COUNTS = 2,   /* n_free + n_in_use + n_cached != n_pages */
+    PKV_FAULT_LINK = 3,     /* a free list or LRU link */
+    PKV_FAULT_GUARD = 4,    /* the guard word behind a page */
+    PKV_FAULT_PAGE = 5,     /* refcount or state of a page a sequence holds */
+    PKV_FAULT_SEQUENCE = 6, /* a canary, count or table entry of a sequence */
+    PKV_FAULT_PREFIX = 7,   /* the prefix index */
+    PKV_FAULT_CLOSED = 8    /* closed by its owner */
+};
+
+typedef struct pkv_arena pkv_arena;
+typedef struct pkv_seq pkv_seq;
+typedef struct pkv_prefix pkv_prefix;
+
+/* Bookkeeping of one page. Links are page indices encoded with the arena's key and the page's own index, so that an
+ * overwritten link does not decode to a neighbour that links back. A page on no list links to itself. */
+typedef struct pkv_page {
+    uint32_t refcount;
+    uint32_t next;
+    uint32_t prev;
+    uint8_t state;
+    uint8_t indexed; /* 1: the prefix index knows its content */
+    uint16_t reserved;
+} pkv_page;
+
+struct pkv_arena {
+    uint64_t canary_pre;
+    uint8_t *storage;     /* [max_pages][page_stride], the first n_pages committed */
+    int64_t page_bytes;   /* usable bytes of a page */
+    int64_t page_stride;  /* bytes from one page to the next, a multiple of 64 */
+    pkv_page *pages;      /* [max_pages + 2]; the last two are the heads of the free list and of the LRU list */
+    int64_t max_pages;
+    int64_t growth_pages; /* pages committed per growth step */
+    uint32_t flags;
+    uint32_t link_key;
+    /* all above is constant from creation to close; all below changes under the lock only */
+    int32_t lock;
+    uint32_t fault;
+    int64_t fault_page;
+    int64_t n_pages;
+    int64_t n_free;
+    int64_t n_in_use;
+    int64_t n_cached;
+    int64_t n_copies; /* page copies running outside the lock right now */
+    int64_t n_seqs;
+    pkv_seq *seqs; /* all sequences, doubly linked */
+    pkv_prefix *prefix;
+    int64_t (*evict)(pkv_arena *);           /* set by the prefix index: frees one CACHED page, returns it or a negated verdict */
+    void (*forget)(pkv_arena *, uint32_t);   /* set by the prefix index: drops a page and all that follow it from the index */
+    uint64_t num_allocated;                  /* lifetime counters */
+    uint64_t num_copied;
+    uint64_t num_evicted;
+    uint64_t num_grown;
+    size_t storage_bytes; /* address space reserved at storage */
+    size_t pages_bytes;
+    uint64_t canary_post;
+};
+
+struct pkv_seq {
+    uint64_t canary_pre;
+    pkv_arena *arena; /* NULL once the arena is destroyed */
+    int64_t seq_id;   /* the caller's, not interpreted */
+    int64_t n_pages_used;
+    int64_t max_pages;
+    uint32_t *page_indices; /* [max_pages], the page table; never moves */
+    int64_t n_tokens;       /* the typed layer's; 0 for untyped use */
+    pkv_seq *next;
+    pkv_seq *prev;
+    uint32_t copy_from; /* a copy on write in flight holds both pages; else PKV_NO_PAGE */
+    uint32_t copy_to;
+    uint64_t canary_post;
+};
+
+/* One full page known to the prefix index, stored at the page's own index. */
+typedef struct pkv_prefix_entry {
+    uint64_t hash;   /* of all tokens from the start of the sequence to the end of this page */
+    uint32_t parent; /* the page before it, PKV_NO_PAGE for the first page of a sequence */
+    uint32_t first_child;
+    uint32_t next_sibling;
+    uint32_t prev_sibling;
+    uint32_t next_in_bucket;
+    uint32_t reserved;
+} pkv_prefix_entry;
+
+struct pkv_prefix {
+    uint64_t canary_pre;
+    pkv_arena *arena;
+    int64_t page_tokens;
+    int64_t n_buckets; /* a power of two */
+    uint32_t *buckets; /* [n_buckets] first page of each chain */
+    pkv_prefix_entry *entries; /* [max_pages] */
+    int32_t *tokens;           /* [max_pages][page_tokens] */
+    int64_t n_entries;
+    uint32_t first_root;
+    uint32_t reserved;
+    uint64_t seed;
+    uint64_t num_queried; /* lifetime counters, in tokens */
+    uint64_t num_hit;
+    size_t buckets_bytes;
+    size_t entries_bytes;
+    size_t tokens_bytes;
+    uint64_t canary_post;
+};
+
+/* One broken invariant found by the checker. */
+typedef struct pkv_violation {
+    const char *what; /* static text */
+    int64_t where;    /* page index, sequence number or -1 */
+    int64_t expected;
+    int64_t found;
+} pkv_violation;
+
+#if UINTPTR_MAX != 0xFFFFFFFFFFFFFFFFu
+#error "pagedkv needs 64-bit pointers"
+#endif
+#ifdef __cplusplus
+#define PKV_STATIC_ASSERT static_assert
+#else
+#define PKV_STATIC_ASSERT _Static_assert
+#endif
+PKV_STATIC_ASSERT(sizeof(pkv_page) == 16, "pkv_page");
+PKV_STATIC_ASSERT(sizeof(pkv_arena) == 216, "pkv_arena");
+PKV_STATIC_ASSERT(offsetof(pkv_arena, storage) == 8 && offsetof(pkv_arena, page_bytes) == 16 &&
+                   offsetof(pkv_arena, page_stride) == 24 && offsetof(pkv_arena, pages) == 32 &&
+                   offsetof(pkv_arena, lock) == 64 && offsetof(pkv_arena, n_pages) == 80 &&
+                   offsetof(pkv_arena, canary_post) == 208,
+               "pkv_arena");
+PKV_STATIC_ASSERT(sizeof(pkv_seq) == 88, "pkv_seq");
+PKV_STATIC_ASSERT(offsetof(pkv_seq, arena) == 8 && offsetof(pkv_seq, n_pages_used) == 24 &&
+                   offsetof(pkv_seq, page_indices) == 40 && offsetof(pkv_seq, n_tokens) == 48 &&
+                   offsetof(pkv_seq, canary_post) == 80,
+               "pkv_seq");
+PKV_STATIC_ASSERT(sizeof(pkv_prefix_entry) == 32, "pkv_prefix_entry");
+PKV_STATIC_ASSERT(sizeof(pkv_prefix) == 128 && offsetof(pkv_prefix, canary_post) == 120, "pkv_prefix");
+PKV_STATIC_ASSERT(sizeof(pkv_violation) == 32, "pkv_violation");
+
+#endif
