@@ -1,0 +1,498 @@
+/* The specification of every kernel: the shortest C that defines the bits. Never optimised. */
+#include "pkv_kernels.h"
+
+#include <math.h>
+#include <string.h>
+
+/* ---- half precision, by integer arithmetic ---- */
+
+float pkv_f16_to_f32(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, mantissa = h & 1023u, bits;
+    float f;
+    if (exponent == 31)
+        bits = 0x7f800000u | mantissa << 13 | (mantissa ? 0x400000u : 0);
+    else if (exponent)
+        bits = (exponent + 112u) << 23 | mantissa << 13;
+    else {
+        f = (float)mantissa * 0x1p-24f;
+        memcpy(&bits, &f, 4);
+    }
+    bits |= sign;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+/* round to nearest, ties to even; overflow to infinity */
+uint16_t pkv_f32_to_f16(float x)
+{
+    uint32_t bits, sign;
+    memcpy(&bits, &x, 4);
+    sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u)
+        return (uint16_t)(sign | 0x7e00u | (bits >> 13 & 0x3ffu));
+    if (bits >= 0x477ff000u)
+        return (uint16_t)(sign | 0x7c00u);
+    if (bits < 0x38800000u) { /* subnormal: adding 0.5 puts the rounding where it belongs */
+        float f;
+        memcpy(&f, &bits, 4);
+        f += 0.5f;
+        memcpy(&bits, &f, 4);
+        return (uint16_t)(sign | (bits - 0x3f000000u));
+    }
+    bits += 0xfffu + (bits >> 13 & 1u);
+    return (uint16_t)(sign | (bits - 0x38000000u) >> 13);
+}
+
+static float bf16_to_f32(uint16_t h)
+{
+    uint32_t bits = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static uint16_t half_at(const uint8_t *p)
+{
+    uint16_t h;
+    memcpy(&h, p, 2);
+    return h;
+}
+
+/* ---- elementary functions ---- */
+
+/* Cody-Waite reduction to |r| <= ln2/2, degree 6 polynomial, scaling by exponent arithmetic. x is clamped above at 88 and gives 0
+ * below -87, so the scale factor is always a normal number. */
+float pkv_exp(float x)
+{
+    float y = x > 88.0f ? 88.0f : x, n = fmaf(y, 1.44269504f, 12582912.0f), r, p, scale;
+    uint32_t bits;
+    memcpy(&bits, &n, 4);
+    n -= 12582912.0f;
+    r = fmaf(n, -0.693145752f, y);
+    r = fmaf(n, -1.42860677e-6f, r);
+    p = 1.38888885e-3f;
+    p = fmaf(p, r, 8.33333377e-3f);
+    p = fmaf(p, r, 4.16666679e-2f);
+    p = fmaf(p, r, 1.66666672e-1f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    bits = (bits << 23) + 0x3f800000u;
+    memcpy(&scale, &bits, 4);
+    return x < -87.0f ? 0.0f : p * scale;
+}
+
+/* log(m * 2^e), m in [sqrt(1/2), sqrt(2)): atanh series in s = (m-1)/(m+1) */
+double pkv_log(double x)
+{
+    uint64_t bits;
+    int64_t e = 0;
+    double m, s, z, p;
+    if (x < 0x1p-1022) {
+        x *= 0x1p54;
+        e = -54;
+    }
+    memcpy(&bits, &x, 8);
+    e += (int64_t)(bits >> 52) - 1023;
+    bits = (bits & 0xfffffffffffffull) | 0x3ff0000000000000ull;
+    memcpy(&m, &bits, 8);
+    if (m > 1.4142135623730951) {
+        m *= 0.5;
+        e += 1;
+    }
+    s = (m - 1.0) / (m + 1.0);
+    z = s * s;
+    p = 1.0 / 23.0;
+    p = fma(p, z, 1.0 / 21.0);
+    p = fma(p, z, 1.0 / 19.0);
+    p = fma(p, z, 1.0 / 17.0);
+    p = fma(p, z, 1.0 / 15.0);
+    p = fma(p, z, 1.0 / 13.0);
+    p = fma(p, z, 1.0 / 11.0);
+    p = fma(p, z, 1.0 / 9.0);
+    p = fma(p, z, 1.0 / 7.0);
+    p = fma(p, z, 1.0 / 5.0);
+    p = fma(p, z, 1.0 / 3.0);
+    p = fma(2.0 * s * z, p, 2.0 * s);
+    return fma((double)e, 0.69314718055994529, fma((double)e, 2.3190468138462996e-17, p));
+}
+
+/* cos and sin of position * inv_freq[i], formed and reduced in double */
+void pkv_rope_angles(float *restrict cs, const double *restrict inv_freq, int64_t half, int64_t position, float attn_factor)
+{
+    for (int64_t i = 0; i < half; i++) {
+        double a = (double)position * inv_freq[i], n = rint(a * 0.63661977236758138), r, z, s, c;
+        int64_t quadrant = (int64_t)n & 3;
+        r = fma(n, -1.5707963267948966, a);
+        r = fma(n, -6.123233995736766e-17, r);
+        z = r * r;
+        s = 1.0 / 6227020800.0;
+        s = fma(s, z, -1.0 / 39916800.0);
+        s = fma(s, z, 1.0 / 362880.0);
+        s = fma(s, z, -1.0 / 5040.0);
+        s = fma(s, z, 1.0 / 120.0);
+        s = fma(s, z, -1.0 / 6.0);
+        s = fma(s * z, r, r);
+        c = 1.0 / 479001600.0;
+        c = fma(c, z, -1.0 / 3628800.0);
+        c = fma(c, z, 1.0 / 40320.0);
+        c = fma(c, z, -1.0 / 720.0);
+        c = fma(c, z, 1.0 / 24.0);
+        c = fma(c, z, -0.5);
+        c = fma(c, z, 1.0);
+        cs[i] = (float)(quadrant == 0 ? c : quadrant == 1 ? -s : quadrant == 2 ? -c : s) * attn_factor;
+        cs[half + i] = (float)(quadrant == 0 ? s : quadrant == 1 ? c : quadrant == 2 ? -s : -c) * attn_factor;
+    }
+}
+
+static float tree_sum(float *lane) /* [16] */
+{
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++)
+            lane[i] += lane[i + step];
+    return lane[0];
+}
+
+/* ---- matmul ---- */
+
+static float weight_float(const pkv_weight *w, int64_t row, int64_t k)
+{
+    const uint8_t *data = w->data + row / 16 * w->panel_bytes;
+    int64_t at = 16 * k + row % 16;
+    return w->type == PKV_W_F32   ? ((const float *)data)[at]
+           : w->type == PKV_W_F16 ? pkv_f16_to_f32(((const uint16_t *)data)[at])
+                                  : bf16_to_f32(((const uint16_t *)data)[at]);
+}
+
+static void gemm_float(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0, int64_t n_panels,
+                       int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+{
+    for (int64_t t = 0; t < n_tokens; t++)
+        for (int64_t row = 0; row < 16 * n_panels; row++) {
+            const float *a = x->x + (token0 + t) * x->x_stride;
+            float acc = 0.0f, *o = out + t * out_stride + row;
+            for (int64_t k = 0; k < w->n_cols; k++)
+                acc = fmaf(weight_float(w, 16 * panel0 + row, k), a[k], acc);
+            *o = add ? *o + acc : acc;
+        }
+}
+
+/* The integers, scale and minimum of one block of 32 columns. */
+static void weight_block(int32_t *q, float *scale, float *min, const pkv_weight *w, int64_t row, int64_t block)
+{
+    int64_t panel = row / 16, r = row % 16, n_blocks = w->n_cols / 32;
+    const uint8_t *data = w->data + panel * w->panel_bytes + block * (w->panel_bytes / n_blocks);
+    const uint8_t *s = w->scales + panel * w->scale_bytes + block * (w->scale_bytes / n_blocks);
+    for (int k = 0; k < 32; k++) {
+        if (w->type == PKV_W_Q8_0)
+            q[k] = (int32_t)data[k / 4 * 64 + 4 * r + k % 4] - 128;
+        else {
+            int32_t byte = data[k % 16 / 4 * 64 + 4 * r + k % 4];
+            q[k] = (k < 16 ? byte & 15 : byte >> 4) - (w->type == PKV_W_Q4_0 ? 8 : 0);
+        }
+    }
+    *scale = pkv_f16_to_f32(half_at(s + 2 * r));
+    *min = w->type == PKV_W_Q4_1 ? pkv_f16_to_f32(half_at(s + 32 + 2 * r)) : 0.0f;
+}
+
+static void gemm_blocks(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0, int64_t n_panels,
+                        int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+{
+    for (int64_t row = 0; row < 16 * n_panels; row++)
+        for (int64_t t = 0; t < n_tokens; t++) {
+            float acc = 0.0f, *o = out + t * out_stride + row;
+            for (int64_t b = 0; b < w->n_cols / 32; b++) {
+                const int8_t *a = x->q + (token0 + t) * x->q_stride + 32 * b;
+                int64_t at = (token0 + t) * x->b_stride + b;
+                int32_t q[32], isum = 0;
+                float scale, min;
+                weight_block(q, &scale, &min, w, 16 * panel0 + row, b);
+                for (int k = 0; k < 32; k++)
+                    isum += q[k] * a[k];
+                acc = fmaf(scale * x->scale[at], (float)isum, acc);
+                if (w->type == PKV_W_Q4_1)
+                    acc = fmaf(min, x->sum[at], acc);
+            }
+            *o = add ? *o + acc : acc;
+        }
+}
+
+void pkv_weight_row(float *restrict y, const pkv_weight *restrict w, int64_t row)
+{
+    if (!w->scales)
+        for (int64_t k = 0; k < w->n_cols; k++)
+            y[k] = weight_float(w, row, k);
+    else
+        for (int64_t b = 0; b < w->n_cols / 32; b++) {
+            int32_t q[32];
+            float scale, min;
+            weight_block(q, &scale, &min, w, row, b);
+            for (int k = 0; k < 32; k++)
+                y[32 * b + k] = fmaf(scale, (float)q[k], min);
+        }
+}
+
+/* bits of the largest magnitude; NaN and infinity order above every finite value */
+static uint32_t largest_magnitude(const float *x, int64_t n)
+{
+    uint32_t largest = 0, bits;
+    for (int64_t i = 0; i < n; i++) {
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+/* One int8 row under one scale: amax/127, zero when amax is below 2^-100; a row that holds NaN or infinity becomes zeros under a
+ * NaN scale. */
+static float quantise(int8_t *q, int64_t stride, const float *x, int64_t n)
+{
+    uint32_t largest = largest_magnitude(x, n);
+    float amax, inverse;
+    memcpy(&amax, &largest, 4);
+    inverse = largest >= 0x7f800000u || amax < 0x1p-100f ? 0.0f : 127.0f / amax;
+    for (int64_t i = 0; i < n; i++)
+        q[i * stride] = inverse == 0.0f ? 0 : (int8_t)rintf(x[i] * inverse);
+    return largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / 127.0f);
+}
+
+static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, const float *restrict x,
+                     int64_t n)
+{
+    for (int64_t b = 0; b < n / 32; b++) {
+        scale[b] = quantise(q + 32 * b, 1, x + 32 * b, 32);
+        isum[b] = 0;
+        for (int k = 0; k < 32; k++)
+            isum[b] += q[32 * b + k];
+        sum[b] = scale[b] * (float)isum[b];
+    }
+}
+
+/* ---- attention over page tiles ---- */
+
+static float element(const uint8_t *p, int64_t i, int32_t format)
+{
+    return format == PKV_KV_F32   ? ((const float *)p)[i]
+           : format == PKV_KV_F16 ? pkv_f16_to_f32(((const uint16_t *)p)[i])
+                                  : (float)((const int8_t *)p)[i];
+}
+
+static void store(uint8_t *p, int64_t i, float x, int32_t format)
+{
+    if (format == PKV_KV_F32)
+        ((float *)p)[i] = x;
+    else
+        ((uint16_t *)p)[i] = pkv_f32_to_f16(x);
+}
+
+static void kv_write(uint8_t *tile, const float *k, const float *v, int64_t slot, int64_t head_dim, int64_t page_tokens, int32_t format)
+{
+    uint8_t *vt = tile + pkv_tile_v(format, head_dim, page_tokens);
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    for (int64_t d = 0; d < head_dim; d++)
+        store(tile, d * page_tokens + slot, k[d], format);
+    for (int64_t d = 0; d < head_dim16; d++)
+        store(vt, slot * head_dim16 + d, d < head_dim ? v[d] : 0.0f, format);
+}
+
+static void kv_write_f32(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                         int64_t page_tokens)
+{
+    kv_write(tile, k, v, slot, head_dim, page_tokens, PKV_KV_F32);
+}
+
+static void kv_write_f16(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                         int64_t page_tokens)
+{
+    kv_write(tile, k, v, slot, head_dim, page_tokens, PKV_KV_F16);
+}
+
+static void kv_write_int8(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                          int64_t page_tokens)
+{
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    int8_t *vt = (int8_t *)(tile + pkv_tile_v(PKV_KV_INT8, head_dim, page_tokens)) + slot * head_dim16;
+    float *scales = (float *)(tile + pkv_tile_scales(PKV_KV_INT8, head_dim, page_tokens));
+    scales[slot] = quantise((int8_t *)tile + slot, page_tokens, k, head_dim);
+    scales[page_tokens + slot] = quantise(vt, 1, v, head_dim);
+    for (int64_t d = head_dim; d < head_dim16; d++)
+        vt[d] = 0;
+}
+
+static void kv_read(float *k, float *v, const uint8_t *tile, int64_t slot0, int64_t n, int64_t head_dim, int64_t page_tokens,
+                    int64_t out_stride, int32_t format)
+{
+    const uint8_t *vt = tile + pkv_tile_v(format, head_dim, page_tokens);
+    const float *scales = (const float *)(tile + pkv_tile_scales(format, head_dim, page_tokens));
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t d = 0; d < head_dim; d++) {
+            int64_t slot = slot0 + i;
+            float kd = element(tile, d * page_tokens + slot, format), vd = element(vt, slot * head_dim16 + d, format);
+            k[i * out_stride + d] = format == PKV_KV_INT8 ? kd * scales[slot] : kd;
+            v[i * out_stride + d] = format == PKV_KV_INT8 ? vd * scales[page_tokens + slot] : vd;
+        }
+}
+
+static void qk(float *s, const float *q, const uint8_t *const *tiles, int64_t n_q, int64_t n_tiles, int64_t head_dim,
+               int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale, int32_t format)
+{
+    for (int64_t j = 0; j < n_q; j++)
+        for (int64_t i = 0; i < n_tiles; i++)
+            for (int64_t c = 0; c < page_tokens; c++) {
+                float acc = 0.0f;
+                for (int64_t d = 0; d < head_dim; d++)
+                    acc = fmaf(q[j * q_stride + d], element(tiles[i], d * page_tokens + c, format), acc);
+                if (format == PKV_KV_INT8)
+                    acc *= ((const float *)(tiles[i] + pkv_tile_scales(format, head_dim, page_tokens)))[c];
+                s[j * s_stride + i * page_tokens + c] = acc * scale;
+            }
+}
+
+static void pv(float *o, const float *p, const uint8_t *const *tiles, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim,
+               int64_t page_tokens, int64_t o_stride, int64_t p_stride, int32_t format)
+{
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    for (int64_t j = 0; j < n_q; j++)
+        for (int64_t t = start; t < stop; t++) {
+            const uint8_t *tile = tiles[t / page_tokens], *vt = tile + pkv_tile_v(format, head_dim, page_tokens);
+            int64_t slot = t % page_tokens;
+            float pt = p[j * p_stride + t];
+            if (format == PKV_KV_INT8)
+                pt *= ((const float *)(tile + pkv_tile_scales(format, head_dim, page_tokens)))[page_tokens + slot];
+            for (int64_t d = 0; d < head_dim16; d++)
+                o[j * o_stride + d] = fmaf(pt, element(vt, slot * head_dim16 + d, format), o[j * o_stride + d]);
+        }
+}
+
+#define FORMAT(name, format)                                                                                                        \
+    static void kv_read_##name(float *restrict k, float *restrict v, const uint8_t *restrict tile, int64_t slot0, int64_t n,        \
+                               int64_t head_dim, int64_t page_tokens, int64_t out_stride)                                           \
+    {                                                                                                                               \
+        kv_read(k, v, tile, slot0, n, head_dim, page_tokens, out_stride, format);                                                   \
+    }                                                                                                                               \
+    static void qk_##name(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,            \
+                          int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)  \
+    {                                                                                                                               \
+        qk(s, q, tiles, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale, format);                                    \
+    }                                                                                                                               \
+    static void pv_##name(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,            \
+                          int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)   \
+    {                                                                                                                               \
+        pv(o, p, tiles, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride, format);                                       \
+    }
+FORMAT(f32, PKV_KV_F32)
+FORMAT(f16, PKV_KV_F16)
+FORMAT(int8, PKV_KV_INT8)
+
+static float softmax(float *y, const float *x, int64_t n, float m, float inv_t)
+{
+    float lane[16] = {0};
+    for (int64_t i = 0; i < n; i++) {
+        y[i] = pkv_exp((x[i] - m) * inv_t);
+        lane[i % 16] += y[i];
+    }
+    return tree_sum(lane);
+}
+
+/* tanh(|z|) = 1 - 2 / (exp(2|z|) + 1) */
+static void softcap(float *x, int64_t n, float cap)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float z = x[i] / cap, t = 1.0f - 2.0f / (pkv_exp(2.0f * fabsf(z)) + 1.0f);
+        x[i] = cap * copysignf(t, z);
+    }
+}
+
+static void merge(float *restrict o, float *restrict m, float *restrict l, const float *restrict o2, float m2, float l2, int64_t n)
+{
+    float top = *m > m2 ? *m : m2, a = pkv_exp(*m - top), b = pkv_exp(m2 - top);
+    for (int64_t d = 0; d < n; d++)
+        o[d] = fmaf(o2[d], b, o[d] * a);
+    *l = fmaf(l2, b, *l * a);
+    *m = top;
+}
+
+/* ---- elementwise and reductions ---- */
+
+static void rmsnorm(float *restrict y, const float *restrict x, const float *restrict w, int64_t n, float eps)
+{
+    float lane[16] = {0}, r;
+    for (int64_t i = 0; i < n; i++)
+        lane[i % 16] = fmaf(x[i], x[i], lane[i % 16]);
+    r = 1.0f / sqrtf(tree_sum(lane) / (float)n + eps);
+    for (int64_t i = 0; i < n; i++)
+        y[i] = x[i] * r * w[i];
+}
+
+static void silu_mul(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] = g[i] / (1.0f + pkv_exp(-g[i])) * u[i];
+}
+
+static void rope(float *restrict x, const float *restrict cs, int64_t half)
+{
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[half + i], c = cs[i], s = cs[half + i];
+        x[i] = fmaf(a, c, -(b * s));
+        x[half + i] = fmaf(a, s, b * c);
+    }
+}
+
+static void add(float *restrict y, const float *restrict x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] += x[i];
+}
+
+static void scale(float *restrict y, int64_t n, float a)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] *= a;
+}
+
+static float vmax(const float *restrict x, int64_t n)
+{
+    float m = x[0];
+    for (int64_t i = 0; i < n; i++) {
+        if (x[i] != x[i])
+            return x[i];
+        m = x[i] > m ? x[i] : m;
+    }
+    return m == 0.0f ? 0.0f : m; /* -0 and +0 compare equal: +0 whichever came first */
+}
+
+static int64_t argmax(const float *restrict x, int64_t n)
+{
+    int64_t best = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (x[i] != x[i])
+            return -1;
+        best = x[i] > x[best] ? i : best;
+    }
+    return best;
+}
+
+const pkv_kernels pkv_kernels_scalar = {
+    .name = "scalar",
+    .gemm = {gemm_float, gemm_float, gemm_float, gemm_blocks, gemm_blocks, gemm_blocks},
+    .quant_i8 = quant_i8,
+    .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
+    .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},
+    .qk = {qk_f32, qk_f16, qk_int8},
+    .pv = {pv_f32, pv_f16, pv_int8},
+    .softmax = softmax,
+    .softcap = softcap,
+    .merge = merge,
+    .rmsnorm = rmsnorm,
+    .silu_mul = silu_mul,
+    .rope = rope,
+    .add = add,
+    .scale = scale,
+    .vmax = vmax,
+    .argmax = argmax,
+};
