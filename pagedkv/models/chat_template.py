@@ -1,0 +1,237 @@
+"""Chat templates of models, rendered in a sandbox with bounds on time and size."""
+
+import datetime
+import json
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+MAX_SOURCE_CHARS = 1 << 20
+MAX_OUTPUT_CHARS = 1 << 24
+MAX_SECONDS = 2.0
+_MAX_INT_BITS = 256
+# What can make much out of little, and no template of a model needs.
+_REFUSED_FILTERS = ("center", "format", "wordwrap", "batch", "slice", "urlize", "xmlattr", "filesizeformat", "pprint")
+_REFUSED_METHODS = ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate")
+
+
+class ChatTemplateError(ValueError):
+    """The chat template is missing, broken, over its bounds, or refuses the messages. One line."""
+
+
+class _Deadline(BaseException):
+    """Raised inside a rendering thread whose time is up; no `except Exception` of a template engine stops it."""
+
+
+class ChatTemplate:
+    """One compiled template, as Hugging Face transformers would run it."""
+
+    def __init__(self, source: str, *, max_seconds: float = MAX_SECONDS, max_chars: int = MAX_OUTPUT_CHARS):
+        """Compile `source`. Raises ChatTemplateError for a syntax error or a source longer than MAX_SOURCE_CHARS."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ChatTemplateError(f"chat template: {len(source)} characters, at most {MAX_SOURCE_CHARS} are allowed")
+        self._max_seconds = max_seconds
+        environment = _Environment(max_chars)
+        try:
+            tree = environment.parse(source)
+            self._reads_parts = _iterates_over_content(tree)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"chat template line {error.lineno}: {_one_line(error.message or '')}") from None
+        except (RecursionError, ValueError, SyntaxError, MemoryError) as error:
+            raise ChatTemplateError(f"chat template: cannot be compiled: {_one_line(str(error))}") from None
+
+    def render(self, messages: list, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text made of `messages`, which are not changed.
+
+        A content of None is an empty text; a content of several text parts is joined, unless the template reads parts
+        itself. Raises ChatTemplateError, also for the template's own `raise_exception`. Renders in a thread of its own
+        and blocks until it is done or out of time.
+        """
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, dict) for message in messages):
+            raise ChatTemplateError("messages: must be a list of dicts with role and content")
+        messages = [self._with_content(message) for message in messages]
+        # templates test `tools is not none` and iterate over what is there
+        variables = {"tools": None, "documents": None, **variables}
+        return _run_bounded(
+            lambda: self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables),
+            self._max_seconds,
+        )
+
+    def _with_content(self, message: dict) -> dict:
+        content = message.get("content")
+        if content is None:
+            return {**message, "content": ""}
+        if isinstance(content, str) or self._reads_parts:
+            return message
+        if not isinstance(content, list | tuple):
+            raise ChatTemplateError(f"content: must be text, a list of parts or null, not {type(content).__name__}")
+        texts = []
+        for part in content:
+            text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+            if not isinstance(text, str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise ChatTemplateError(
+                    f"content: a part of type {kind!r} is not supported by this model, only text is"
+                )
+            texts.append(text)
+        return {**message, "content": "".join(texts)}
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox of chat templates, with operators, filters and methods that refuse to grow without end."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, max_chars: int):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], finalize=self._finalize)
+        self._max_chars = max_chars
+        for name in _REFUSED_FILTERS:
+            del self.filters[name]
+        self.filters["tojson"] = self._tojson
+        self.filters["replace"] = self._replace
+        self.filters["indent"] = self._indent
+        self.globals = {
+            "range": self.globals["range"],
+            "dict": dict,
+            "namespace": self.globals["namespace"],
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        }
+        self.concat = self._concat  # type: ignore[method-assign]
+
+    def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or (operator == "%" and isinstance(left, str | bytes)):
+            raise SecurityError(f"the operator {operator} is not allowed in chat templates")
+        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            self._check_size(len(left) + len(right))
+        if operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if hasattr(value, "__len__") and isinstance(times, int):
+                    self._check_size(len(value) * times)
+            if isinstance(left, int) and isinstance(right, int):
+                self._check_bits(left.bit_length() + right.bit_length())
+        return super().call_binop(context, operator, left, right)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, str | bytes) and attr in _REFUSED_METHODS:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def call(self, context, obj, *args, **kwargs):
+        if getattr(obj, "__name__", "") == "replace" and isinstance(owner := getattr(obj, "__self__", None), str):
+            return self._replace(owner, *args)
+        if getattr(obj, "__name__", "") == "join" and isinstance(owner := getattr(obj, "__self__", None), str):
+            parts = [str(part) for part in args[0]]
+            self._check_size(len(owner) * len(parts) + sum(map(len, parts)))
+            return owner.join(parts)
+        return super().call(context, obj, *args, **kwargs)
+
+    def _check_size(self, n: int) -> None:
+        if n > self._max_chars:
+            raise SecurityError(f"a value of {n} elements, at most {self._max_chars} are allowed")
+
+    def _check_bits(self, n: int) -> None:
+        if n > _MAX_INT_BITS:
+            raise SecurityError(f"an integer of {n} bits, at most {_MAX_INT_BITS} are allowed")
+
+    def _concat(self, parts) -> str:
+        parts = list(parts)
+        self._check_size(sum(map(len, parts)))
+        return "".join(parts)
+
+    def _finalize(self, value: Any) -> Any:
+        """Bound what a container is written out as: lists shared within lists can stand for more than fits anywhere."""
+        if isinstance(value, list | tuple | dict):
+            _bounded_walk(value, self._check_size)
+        return value
+
+    def _tojson(self, value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        _bounded_walk(value, self._check_size)
+        if isinstance(indent, int):
+            self._check_size(indent * 1024)
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        self._check_size(len(text))
+        return text
+
+    def _replace(self, text: Any, old: str, new: str, count: int | None = -1) -> str:
+        text, old, new = str(text), str(old), str(new)
+        n = text.count(old) if count is None or count < 0 else min(count, text.count(old))
+        self._check_size(len(text) + n * len(new))
+        return text.replace(old, new, n)
+
+    def _indent(self, text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+        if isinstance(width, int):
+            self._check_size(width)
+        prefix = " " * width if isinstance(width, int) else width
+        lines = str(text).split("\n")
+        self._check_size(len(lines) * (len(prefix) + 1) + len(text))
+        out = [line if not line and not blank else prefix + line for line in lines[1:]]
+        return "\n".join([prefix + lines[0] if first else lines[0], *out])
+
+
+def _bounded_walk(value: Any, check_size: Callable[[int], None]) -> None:
+    """Count the leaves of nested containers, as often as they would be written, against the bound."""
+    n, stack = 0, [value]
+    while stack:
+        item = stack.pop()
+        n += 1 + (len(item) if isinstance(item, str) else 0)
+        check_size(n)
+        if isinstance(item, dict):
+            stack += item.values()
+            stack += item.keys()
+        elif isinstance(item, list | tuple):
+            stack += item
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise ChatTemplateError(_one_line(str(message)))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:500]
+
+
+def _iterates_over_content(tree: nodes.Template) -> bool:
+    """Whether some loop of the template runs over a message's content, that is, over its parts."""
+    for loop in tree.find_all(nodes.For):
+        source = loop.iter.node if isinstance(loop.iter, nodes.Filter) else loop.iter
+        if isinstance(source, nodes.Getattr) and source.attr == "content":
+            return True
+        if isinstance(source, nodes.Getitem) and isinstance(source.arg, nodes.Const) and source.arg.value == "content":
+            return True
+    return False
+
+
+def _run_bounded(work: Callable[[], str], seconds: float) -> str:
+    """work() in a thread, interrupted after `seconds`. Whatever it raises comes out as ChatTemplateError."""
+    import ctypes
+
+    result: list[str] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="chat-template", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Deadline))
+        thread.join(1.0)
+    if result:
+        return result[0]
+    error = failure[0] if failure else None
+    if isinstance(error, ChatTemplateError):
+        raise error
+    if error is None or isinstance(error, _Deadline):
+        raise ChatTemplateError(f"chat template: not finished after {seconds:g} seconds")
+    raise ChatTemplateError(f"chat template: {_one_line(str(error)) or type(error).__name__}") from None

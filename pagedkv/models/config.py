@@ -1,0 +1,121 @@
+"""ModelConfig: the shape of a model, read from GGUF metadata with every value checked."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedkv.models.architectures import ARCHITECTURES
+from pagedkv.models.errors import ModelError
+from pagedkv.models.gguf import GGUFFile
+from pagedkv.models.metadata import Metadata
+
+# Control tokens that end a turn or a text, by the names the model families gave them.
+_END_TOKENS = frozenset({
+    "<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|eot|>",
+    "<|endofprompt|>", "<EOT>", "<|end_of_turn|>", "<｜end▁of▁sentence｜>",
+})  # fmt: skip
+_CONTROL = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and constants of one model. Counts are plain integers; sizes are numbers of values, not bytes."""
+
+    architecture: str
+    name: str
+    n_layers: int
+    hidden_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    context_length: int
+    rms_eps: float
+    rope_theta: float
+    rope_dim: int
+    tied: bool  # the output head is the embedding matrix
+    stop_token_ids: tuple[int, ...]  # ascending
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    add_bos: bool
+
+    @classmethod
+    def from_gguf(cls, file: GGUFFile) -> "ModelConfig":
+        """The configuration of an open file. Raises ModelError naming key, value and range; reads no tensor data."""
+        read = Metadata(file.metadata)
+        if read.integer("split.count", 1, 65535, default=1) > 1:
+            raise ModelError(
+                f"{file.path}: one part of a split model; split GGUF files are not supported, merge them first"
+            )
+        name = read.text("general.architecture")
+        if name not in ARCHITECTURES:
+            raise ModelError(
+                f"general.architecture: {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            )
+        architecture = ARCHITECTURES[name]
+        for key in architecture.refused_keys:
+            read.absent(f"{name}.{key}")
+
+        n_layers = read.integer(f"{name}.block_count", 1, 1024)
+        hidden_size = read.integer(f"{name}.embedding_length", 1, 1 << 18)
+        n_heads = read.per_layer(f"{name}.attention.head_count", 1, 4096)
+        n_kv_heads = read.per_layer(f"{name}.attention.head_count_kv", 1, n_heads, default=n_heads)
+        if n_heads % n_kv_heads:
+            raise ModelError(f"{name}.attention.head_count_kv: {n_kv_heads} does not divide head_count {n_heads}")
+        if f"{name}.attention.key_length" not in file.metadata and hidden_size % n_heads:
+            raise ModelError(f"{name}.attention.head_count: {n_heads} does not divide embedding_length {hidden_size}")
+        head_dim = read.integer(f"{name}.attention.key_length", 2, 4096, default=hidden_size // n_heads)
+        value_dim = read.integer(f"{name}.attention.value_length", 2, 4096, default=head_dim)
+        if value_dim != head_dim:
+            raise ModelError(f"{name}.attention.value_length: {value_dim} differs from key_length {head_dim}")
+        rope_dim = read.integer(f"{name}.rope.dimension_count", 2, head_dim, default=head_dim)
+        if rope_dim % 2:
+            raise ModelError(f"{name}.rope.dimension_count: {rope_dim} is odd")
+        scaling = read.text(f"{name}.rope.scaling.type", default="none")
+        if scaling not in architecture.rope_scalings:
+            raise ModelError(f"{name}.rope.scaling.type: {scaling!r} is not supported; supported: none")
+
+        if "token_embd.weight" not in file.tensors:
+            raise ModelError("tensor token_embd.weight: missing")
+        shape = file.tensors["token_embd.weight"].shape
+        if len(shape) != 2 or shape[1] != hidden_size or not 1 <= shape[0] <= 1 << 24:
+            raise ModelError(
+                f"tensor token_embd.weight: shape {shape}, must be (vocabulary up to {1 << 24}, {hidden_size})"
+            )
+        vocab_size = shape[0]
+        tokens = read.strings("tokenizer.ggml.tokens")
+        if len(tokens) > vocab_size:
+            raise ModelError(f"tokenizer.ggml.tokens: {len(tokens)} tokens, token_embd.weight has {vocab_size} rows")
+
+        special = {
+            kind: read.integer(f"tokenizer.ggml.{kind}_token_id", 0, vocab_size - 1, default=None)
+            for kind in ("bos", "eos", "eot", "eom", "padding")
+        }
+        stops = {special[kind] for kind in ("eos", "eot", "eom")} - {None}
+        types = np.asarray(read.numbers("tokenizer.ggml.token_type", default=()))[: len(tokens)]
+        stops.update(i for i in np.flatnonzero(types == _CONTROL).tolist() if tokens[i] in _END_TOKENS)
+        config = cls(
+            architecture=name,
+            name=read.text("general.name", default=file.path.stem),
+            n_layers=n_layers,
+            hidden_size=hidden_size,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            ffn_size=read.per_layer(f"{name}.feed_forward_length", 1, 1 << 20),
+            vocab_size=vocab_size,
+            context_length=read.integer(f"{name}.context_length", 1, 1 << 27),
+            rms_eps=read.real(f"{name}.attention.layer_norm_rms_epsilon", 1e-12, 0.1),
+            rope_theta=read.real(f"{name}.rope.freq_base", 1.0, 1e12, default=10000.0),
+            rope_dim=rope_dim,
+            tied="output.weight" not in file.tensors,
+            stop_token_ids=tuple(sorted(stops)),
+            bos_token_id=special["bos"],
+            eos_token_id=special["eos"],
+            pad_token_id=special["padding"],
+            add_bos=special["bos"] is not None and read.add_bos(),
+        )
+        architecture.check_tensors(config, {tensor.name: tensor.shape for tensor in file.tensors.values()})
+        return config
