@@ -20,6 +20,7 @@ from setuptools.command.build_ext import build_ext
 X86_ISA_FLAGS = {
     "k_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
     "k_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+    "k_amx.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"],
     "k_vnni.c": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"],
 }
 ARM_ISA_FLAGS = {
@@ -87,6 +88,7 @@ def extensions():
                 [str(path), *csrc],
                 include_dirs=["csrc", str(Path("pagedkv", "include"))],
                 depends=[str(h) for h in [*Path("csrc").glob("*.h"), *Path("pagedkv", "include", "pagedkv").glob("*.h")]],
+                define_macros=[(f"PKV_HAVE_{Path(name).stem[2:].upper()}", "1") for name in isa_flags],
                 extra_compile_args=flags,
                 extra_link_args=link_flags,
                 libraries=["pthread", "m"],

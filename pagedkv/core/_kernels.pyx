@@ -1,0 +1,111 @@
+"""Owns the dispatch pointer `kern` and the thread pool. The only extension that links csrc."""
+
+import os
+
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+from pagedkv.core.cpus import available_processors, default_threads
+
+
+cdef extern from "pkv_kernels.h" nogil:
+    const pkv_isa *pkv_isa_table(int *n)
+    void pkv_rope_angles(float *cs, const double *inv_freq, int64_t half, int64_t position, float attn_factor)
+    void pkv_weight_row(float *y, const pkv_weight *w, int64_t row)
+    double pkv_log(double x)
+    float pkv_exp(float x)
+
+cdef extern from "cpu.h" nogil:
+    uint64_t pkv_cpu_features()
+
+cdef extern from "threads.h" nogil:
+    pkv_pool *pkv_pool_new(int n_threads, int n_processors)
+    void pkv_pool_free(pkv_pool *pool)
+    int pkv_pool_threads(const pkv_pool *pool)
+    int pkv_pool_run(pkv_pool *pool, pkv_job_fn *job, void *arg)
+    void pkv_pool_barrier(pkv_pool *pool)
+    int64_t pkv_claim(int64_t *counter, int64_t n, int64_t chunk, int64_t *stop)
+
+
+cdef const pkv_isa *isa_table(int *n) noexcept nogil:
+    return pkv_isa_table(n)
+
+
+cdef uint64_t cpu_features() noexcept nogil:
+    return pkv_cpu_features()
+
+
+cdef void rope_angles(float *cs, const double *inv_freq, int64_t half, int64_t position, float attn_factor) noexcept nogil:
+    pkv_rope_angles(cs, inv_freq, half, position, attn_factor)
+
+
+cdef void weight_row(float *y, const pkv_weight *w, int64_t row) noexcept nogil:
+    pkv_weight_row(y, w, row)
+
+
+cdef double log_double(double x) noexcept nogil:
+    return pkv_log(x)
+
+
+cdef float exp_float(float x) noexcept nogil:
+    return pkv_exp(x)
+
+
+cdef int pool_run(pkv_pool *pool, pkv_job_fn *job, void *arg) noexcept nogil:
+    return pkv_pool_run(pool, job, arg)
+
+
+cdef void pool_barrier(pkv_pool *pool) noexcept nogil:
+    pkv_pool_barrier(pool)
+
+
+cdef int64_t claim(int64_t *counter, int64_t n, int64_t chunk, int64_t *stop) noexcept nogil:
+    return pkv_claim(counter, n, chunk, stop)
+
+
+cdef class ThreadPool:
+    """A pool of `n_threads` threads (None: `default_threads()`), started at the first job. A ValueError names a bad count."""
+
+    def __cinit__(self, n_threads=None):
+        if n_threads is None:
+            n_threads = default_threads()
+        if not isinstance(n_threads, int) or isinstance(n_threads, bool) or not 1 <= n_threads <= 1024:
+            raise ValueError(f"threads: {n_threads!r} is not an integer in [1, 1025)")
+        self.ptr = pkv_pool_new(n_threads, available_processors())
+        if self.ptr == NULL:
+            raise MemoryError(f"threads: no memory for a pool of {n_threads}")
+
+    def __dealloc__(self):
+        pkv_pool_free(self.ptr)
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of a job, the caller's included."""
+        return pkv_pool_threads(self.ptr)
+
+
+def isa_names() -> list[str]:
+    """ISAs of this build that this machine runs, best first; "scalar" is always there."""
+    cdef int n, i
+    cdef const pkv_isa *table = pkv_isa_table(&n)
+    cdef uint64_t features = pkv_cpu_features()
+    return [table[i].name.decode() for i in range(n) if table[i].required & features == table[i].required]
+
+
+def isa() -> str:
+    """The ISA in use."""
+    return kern.name.decode()
+
+
+def _use_isa(str name):
+    """Switch to a named ISA. For start-up and tests: no job may be running."""
+    global kern
+    cdef int n, i
+    cdef const pkv_isa *table = pkv_isa_table(&n)
+    if name not in isa_names():
+        raise ImportError(f"PAGEDKV_ISA: {name!r} is not available here; available: {', '.join(isa_names())}")
+    for i in range(n):
+        if table[i].name.decode() == name:
+            kern = table[i].kernels
+
+
+_use_isa(os.environ.get("PAGEDKV_ISA") or isa_names()[0])
