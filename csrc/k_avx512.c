@@ -1,0 +1,545 @@
+/* AVX-512 F, BW, DQ, VL. Lanes are outputs: 16 weight rows, 16 tokens of a tile, 16 values of head_dim; tails are masks. */
+#if !defined(__AVX512BW__) || !defined(__AVX512DQ__) || !defined(__AVX512VL__)
+#error "k_avx512.c needs -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+#endif
+#include "avx512.h"
+
+#include <immintrin.h>
+#include <math.h>
+
+/* Nibbles: 8 products of 15 * 127 * 2 at most fit int16, so a whole block adds up there. Bytes: |w| times x with the sign of w stays
+ * within int16 where the unsigned storage would saturate, so no offset is needed. */
+static inline __m512i dot_start(int type, __m512i offset)
+{
+    (void)type;
+    (void)offset;
+    return _mm512_setzero_si512();
+}
+
+static inline __m512i dot_step(int type, __m512i sum, __m512i w, __m512i x)
+{
+    if (type == PKV_W_Q8_0) {
+        __m512i value = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+        __m512i signed_x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(value), _mm512_setzero_si512(), x);
+        __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(value), signed_x);
+        return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    }
+    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(w, x));
+}
+
+static inline __m512i dot_end(int type, __m512i sum, __m512i offset)
+{
+    if (type == PKV_W_Q8_0)
+        return sum;
+    return _mm512_add_epi32(_mm512_madd_epi16(sum, _mm512_set1_epi16(1)), offset);
+}
+
+#include "avx512_gemm.h"
+
+INLINE __mmask16 first(int64_t n) /* the first n lanes, all for n >= 16 */
+{
+    return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1);
+}
+
+INLINE float tree_sum(__m512 lane)
+{
+    __m256 a = _mm256_add_ps(_mm512_castps512_ps256(lane), _mm512_extractf32x8_ps(lane, 1));
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+
+INLINE __m512 exp16(__m512 x) /* pkv_exp */
+{
+    const __m512 magic = _mm512_set1_ps(12582912.0f), one = _mm512_set1_ps(1.0f);
+    __m512 y = _mm512_min_ps(_mm512_set1_ps(88.0f), x), n = _mm512_fmadd_ps(y, _mm512_set1_ps(1.44269504f), magic), r, p;
+    __m512i scale = _mm512_add_epi32(_mm512_slli_epi32(_mm512_castps_si512(n), 23), _mm512_castps_si512(one));
+    n = _mm512_sub_ps(n, magic);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(-0.693145752f), y);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(-1.42860677e-6f), r);
+    p = _mm512_fmadd_ps(_mm512_set1_ps(1.38888885e-3f), r, _mm512_set1_ps(8.33333377e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.16666679e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.66666672e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, one);
+    p = _mm512_fmadd_ps(p, r, one);
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), p, _mm512_castsi512_ps(scale));
+}
+
+INLINE __m256i to_f16(__m512 x)
+{
+    return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+/* ---- matmul ---- */
+
+INLINE __m512 weights16(const int type, const uint8_t *data, int64_t k)
+{
+    if (type == PKV_W_F32)
+        return _mm512_loadu_ps((const float *)data + 16 * k);
+    __m256i half = _mm256_loadu_si256((const __m256i *)data + k);
+    return type == PKV_W_F16 ? _mm512_cvtph_ps(half)
+                             : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* P panels x T tokens in registers */
+INLINE void float_tile(const int type, const int P, const int T, float *restrict out, const pkv_weight *restrict w,
+                       const pkv_act *restrict x, int64_t panel, int64_t token, int64_t out_stride, int add)
+{
+    const uint8_t *data = w->data + panel * w->panel_bytes;
+    const float *a = x->x + token * x->x_stride;
+    __m512 acc[4][6], row[4];
+    UNROLL for (int p = 0; p < P; p++)
+        UNROLL for (int t = 0; t < T; t++)
+            acc[p][t] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < w->n_cols; k++) {
+        UNROLL for (int p = 0; p < P; p++) {
+            row[p] = weights16(type, data + p * w->panel_bytes, k);
+            if (T <= 3)
+                _mm_prefetch((const char *)data + (P + p) * w->panel_bytes + k * (type == PKV_W_F32 ? 64 : 32), _MM_HINT_T1);
+        }
+        UNROLL for (int t = 0; t < T; t++)
+            UNROLL for (int p = 0; p < P; p++)
+                acc[p][t] = _mm512_fmadd_ps(row[p], _mm512_set1_ps(a[t * x->x_stride + k]), acc[p][t]);
+    }
+    UNROLL for (int t = 0; t < T; t++)
+        UNROLL for (int p = 0; p < P; p++) {
+            float *o = out + t * out_stride + 16 * p;
+            _mm512_storeu_ps(o, add ? _mm512_add_ps(_mm512_loadu_ps(o), acc[p][t]) : acc[p][t]);
+        }
+}
+
+INLINE void gemm_float(const int type, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
+                       int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+{
+    for (int64_t p = 0, P; p < n_panels; p += P) {
+        P = n_panels - p >= 4 ? 4 : 1;
+        for (int64_t t = 0, T; t < n_tokens; t += T) {
+            float *o = out + t * out_stride + 16 * p;
+            T = n_tokens - t >= 6 ? 6 : n_tokens - t >= 3 ? 3 : 1;
+            switch (16 * P + T) {
+            case 16 * 4 + 6: float_tile(type, 4, 6, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
+            case 16 * 4 + 3: float_tile(type, 4, 3, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
+            case 16 * 4 + 1: float_tile(type, 4, 1, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
+            case 16 * 1 + 6: float_tile(type, 1, 6, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
+            case 16 * 1 + 3: float_tile(type, 1, 3, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
+            case 16 * 1 + 1: float_tile(type, 1, 1, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
+            }
+        }
+    }
+}
+
+#define GEMM_FLOAT(name, type)                                                                                                     \
+    void pkv_gemm_##name##_avx512(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,    \
+                                  int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                 \
+    {                                                                                                                              \
+        gemm_float(type, out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add);                                          \
+    }
+GEMM_FLOAT(f32, PKV_W_F32)
+GEMM_FLOAT(f16, PKV_W_F16)
+GEMM_FLOAT(bf16, PKV_W_BF16)
+
+INLINE __m512i magnitude(__m512 x)
+{
+    return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+}
+
+/* Largest magnitude, as bits, to the scale of a row and what to multiply by (0 for a row of zeros). */
+INLINE float row_scale(uint32_t largest, float *inverse)
+{
+    float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)largest)));
+    int finite = largest < 0x7f800000u, plain = finite && amax >= 0x1p-100f;
+    *inverse = plain ? 127.0f / amax : 0.0f;
+    return plain ? amax * (1.0f / 127.0f) : finite ? 0.0f : NAN;
+}
+
+/* 16 values as int8, zero where the row is */
+INLINE __m128i quantised(__m512 x, float inverse)
+{
+    __mmask16 k = inverse == 0.0f ? 0 : 0xffff;
+    return _mm512_cvtepi32_epi8(_mm512_maskz_cvtps_epi32(k, _mm512_mul_ps(x, _mm512_set1_ps(inverse))));
+}
+
+void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
+                         const float *restrict x, int64_t n)
+{
+    for (int64_t b = 0; b < n / 32; b++) {
+        __m512 x0 = _mm512_loadu_ps(x + 32 * b), x1 = _mm512_loadu_ps(x + 32 * b + 16);
+        float inverse;
+        scale[b] = row_scale(_mm512_reduce_max_epu32(_mm512_max_epu32(magnitude(x0), magnitude(x1))), &inverse);
+        __m128i q0 = quantised(x0, inverse), q1 = quantised(x1, inverse), bias = _mm_set1_epi8(-128), zero = _mm_setzero_si128();
+        _mm_storeu_si128((__m128i *)(q + 32 * b), q0);
+        _mm_storeu_si128((__m128i *)(q + 32 * b + 16), q1);
+        __m128i s = _mm_add_epi64(_mm_sad_epu8(_mm_xor_si128(q0, bias), zero), _mm_sad_epu8(_mm_xor_si128(q1, bias), zero));
+        isum[b] = _mm_cvtsi128_si32(_mm_add_epi64(s, _mm_unpackhi_epi64(s, s))) - 32 * 128;
+        sum[b] = scale[b] * (float)isum[b];
+    }
+}
+
+/* ---- attention over page tiles ---- */
+
+INLINE __m512 widen(const int format, const uint8_t *p) /* 16 elements */
+{
+    return format == PKV_KV_F32   ? _mm512_loadu_ps(p)
+           : format == PKV_KV_F16 ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))
+                                  : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+
+INLINE void kv_write_float(const int format, uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot,
+                           int64_t head_dim, int64_t page_tokens)
+{
+    const int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    uint8_t *row = tile + pkv_tile_v(format, head_dim, page_tokens) + slot * head_dim16 * pkv_kv_element_bytes(format);
+    for (int64_t d = 0; d < head_dim; d += 16) {
+        __m512 kd = _mm512_maskz_loadu_ps(first(head_dim - d), k + d), vd = _mm512_maskz_loadu_ps(first(head_dim - d), v + d);
+        int64_t n = head_dim - d < 16 ? head_dim - d : 16;
+        if (format == PKV_KV_F32) {
+            _mm512_storeu_ps((float *)row + d, vd);
+            for (int64_t i = 0; i < n; i++)
+                ((float *)tile)[(d + i) * page_tokens + slot] = k[d + i];
+        } else {
+            uint16_t half[16];
+            _mm256_storeu_si256((__m256i *)((uint16_t *)row + d), to_f16(vd));
+            _mm256_storeu_si256((__m256i *)half, to_f16(kd));
+            for (int64_t i = 0; i < n; i++)
+                ((uint16_t *)tile)[(d + i) * page_tokens + slot] = half[i];
+        }
+    }
+}
+
+INLINE float head_scale(const float *x, int64_t n, float *inverse)
+{
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t d = 0; d < n; d += 16)
+        largest = _mm512_max_epu32(largest, magnitude(_mm512_maskz_loadu_ps(first(n - d), x + d)));
+    return row_scale(_mm512_reduce_max_epu32(largest), inverse);
+}
+
+INLINE void kv_read(const int format, float *restrict k, float *restrict v, const uint8_t *restrict tile, int64_t slot0, int64_t n,
+                    int64_t head_dim, int64_t page_tokens, int64_t out_stride)
+{
+    const int64_t size = pkv_kv_element_bytes(format), head_dim16 = pkv_round_up(head_dim, 16);
+    const uint8_t *vt = tile + pkv_tile_v(format, head_dim, page_tokens);
+    const float *scales = (const float *)(tile + pkv_tile_scales(format, head_dim, page_tokens));
+    const __m512i rows = _mm512_mullo_epi32(_mm512_set1_epi32((int)out_stride),
+                                            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    for (int64_t slot = slot0; slot < slot0 + n; slot++) /* V: rows */
+        for (int64_t d = 0; d < head_dim; d += 16) {
+            __m512 vd = widen(format, vt + (slot * head_dim16 + d) * size);
+            if (format == PKV_KV_INT8)
+                vd = _mm512_mul_ps(vd, _mm512_set1_ps(scales[page_tokens + slot]));
+            _mm512_mask_storeu_ps(v + (slot - slot0) * out_stride + d, first(head_dim - d), vd);
+        }
+    for (int64_t c = slot0 / 16 * 16; c < slot0 + n; c += 16) { /* K: 16 tokens of one column at a time, scattered to their rows */
+        __mmask16 keep = first(slot0 + n - c) & (__mmask16)~first(slot0 > c ? slot0 - c : 0);
+        for (int64_t d = 0; d < head_dim; d++) {
+            __m512 kd = widen(format, tile + (d * page_tokens + c) * size);
+            if (format == PKV_KV_INT8)
+                kd = _mm512_mul_ps(kd, _mm512_loadu_ps(scales + c));
+            _mm512_mask_i32scatter_ps(k + (c - slot0) * out_stride + d, keep, rows, kd, 4);
+        }
+    }
+}
+
+/* Q rows of q against C groups of 16 tokens; group[c] points at the first K row of its tokens. */
+INLINE void qk_block(const int format, const int Q, const int C, __m512 acc[6][8], const float *restrict q, const uint8_t *const *group,
+                     int64_t head_dim, int64_t row_bytes, int64_t q_stride)
+{
+    UNROLL for (int j = 0; j < Q; j++)
+        UNROLL for (int c = 0; c < C; c++)
+            acc[j][c] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < head_dim; d++) {
+        __m512 k[8];
+        UNROLL for (int c = 0; c < C; c++)
+            k[c] = widen(format, group[c] + d * row_bytes);
+        UNROLL for (int j = 0; j < Q; j++) {
+            __m512 x = _mm512_set1_ps(q[j * q_stride + d]);
+            UNROLL for (int c = 0; c < C; c++)
+                acc[j][c] = _mm512_fmadd_ps(x, k[c], acc[j][c]);
+        }
+    }
+}
+
+/* Q rows of q against every tile. A last block of fewer than C groups repeats its last group and stores it once. */
+INLINE void qk_rows(const int format, const int Q, float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles,
+                    int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)
+{
+    const int C = Q <= 2 ? 8 : 4;
+    const int64_t size = pkv_kv_element_bytes(format), per_tile = page_tokens / 16, n_groups = n_tiles * per_tile;
+    const int64_t scales_at = pkv_tile_scales(format, head_dim, page_tokens);
+    for (int64_t g = 0; g < n_groups; g += C) {
+        const uint8_t *group[8];
+        const float *k_scale[8];
+        __m512 acc[6][8];
+        UNROLL for (int c = 0; c < C; c++) {
+            int64_t at = g + c < n_groups ? g + c : n_groups - 1;
+            group[c] = tiles[at / per_tile] + at % per_tile * 16 * size;
+            k_scale[c] = (const float *)(tiles[at / per_tile] + scales_at) + at % per_tile * 16;
+        }
+        qk_block(format, Q, C, acc, q, group, head_dim, page_tokens * size, q_stride);
+        UNROLL for (int j = 0; j < Q; j++)
+            UNROLL for (int c = 0; c < C; c++)
+                if (g + c < n_groups) {
+                    if (format == PKV_KV_INT8)
+                        acc[j][c] = _mm512_mul_ps(acc[j][c], _mm512_loadu_ps(k_scale[c]));
+                    _mm512_storeu_ps(s + j * s_stride + 16 * (g + c), _mm512_mul_ps(acc[j][c], _mm512_set1_ps(scale)));
+                }
+    }
+}
+
+INLINE void qk(const int format, float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,
+               int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)
+{
+    for (int64_t n_blocks = (n_q + 5) / 6; n_blocks; n_blocks--) {
+        int64_t n = (n_q + n_blocks - 1) / n_blocks;
+        switch (n) {
+        case 1: qk_rows(format, 1, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 2: qk_rows(format, 2, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 3: qk_rows(format, 3, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 4: qk_rows(format, 4, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 5: qk_rows(format, 5, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 6: qk_rows(format, 6, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        }
+        s += n * s_stride, q += n * q_stride, n_q -= n;
+    }
+}
+
+/* Q rows of p against D groups of 16 values of head_dim, in registers over all tokens. */
+INLINE void pv_block(const int format, const int Q, const int D, float *restrict o, const float *restrict p,
+                     const uint8_t *const *restrict tiles, int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens,
+                     int64_t o_stride, int64_t p_stride, int64_t d0)
+{
+    const int64_t size = pkv_kv_element_bytes(format), row_bytes = pkv_round_up(head_dim, 16) * size;
+    const int64_t v_at = pkv_tile_v(format, head_dim, page_tokens) + d0 * size;
+    const int64_t scales_at = pkv_tile_scales(format, head_dim, page_tokens) + 4 * page_tokens;
+    __m512 acc[6][8], v[8];
+    UNROLL for (int j = 0; j < Q; j++)
+        UNROLL for (int d = 0; d < D; d++)
+            acc[j][d] = _mm512_loadu_ps(o + j * o_stride + d0 + 16 * d);
+    for (int64_t t = start; t < stop;) {
+        int64_t i = t / page_tokens, slot = t - i * page_tokens, end = stop - t + slot < page_tokens ? stop - t + slot : page_tokens;
+        const uint8_t *row = tiles[i] + v_at + slot * row_bytes;
+        const float *v_scale = (const float *)(tiles[i] + scales_at);
+        for (; slot < end; slot++, t++, row += row_bytes) {
+            UNROLL for (int d = 0; d < D; d++)
+                v[d] = widen(format, row + 16 * d * size);
+            UNROLL for (int j = 0; j < Q; j++) {
+                float pt = p[j * p_stride + t];
+                __m512 x = _mm512_set1_ps(format == PKV_KV_INT8 ? pt * v_scale[slot] : pt);
+                UNROLL for (int d = 0; d < D; d++)
+                    acc[j][d] = _mm512_fmadd_ps(x, v[d], acc[j][d]);
+            }
+        }
+    }
+    UNROLL for (int j = 0; j < Q; j++)
+        UNROLL for (int d = 0; d < D; d++)
+            _mm512_storeu_ps(o + j * o_stride + d0 + 16 * d, acc[j][d]);
+}
+
+INLINE void pv_rows(const int format, const int Q, float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles,
+                    int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)
+{
+    int64_t d = 0;
+    if (Q <= 2)
+        for (; d + 128 <= head_dim + 15; d += 128)
+            pv_block(format, Q, 8, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+    for (; d + 64 <= head_dim + 15; d += 64)
+        pv_block(format, Q, 4, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+    for (; d + 32 <= head_dim + 15; d += 32)
+        pv_block(format, Q, 2, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+    if (d < head_dim)
+        pv_block(format, Q, 1, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+}
+
+INLINE void pv(const int format, float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,
+               int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)
+{
+    for (int64_t n_blocks = (n_q + 5) / 6; n_blocks; n_blocks--) {
+        int64_t n = (n_q + n_blocks - 1) / n_blocks;
+        switch (n) {
+        case 1: pv_rows(format, 1, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 2: pv_rows(format, 2, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 3: pv_rows(format, 3, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 4: pv_rows(format, 4, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 5: pv_rows(format, 5, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 6: pv_rows(format, 6, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        }
+        o += n * o_stride, p += n * p_stride, n_q -= n;
+    }
+}
+
+#define FORMAT(name, format)                                                                                                       \
+    void pkv_kv_read_##name##_avx512(float *restrict k, float *restrict v, const uint8_t *restrict tile, int64_t slot0, int64_t n, \
+                                     int64_t head_dim, int64_t page_tokens, int64_t out_stride)                                    \
+    {                                                                                                                              \
+        kv_read(format, k, v, tile, slot0, n, head_dim, page_tokens, out_stride);                                                  \
+    }                                                                                                                              \
+    void pkv_qk_##name##_avx512(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,     \
+                                int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride,        \
+                                float scale)                                                                                       \
+    {                                                                                                                              \
+        qk(format, s, q, tiles, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale);                                   \
+    }                                                                                                                              \
+    void pkv_pv_##name##_avx512(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,     \
+                                int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride,              \
+                                int64_t p_stride)                                                                                  \
+    {                                                                                                                              \
+        pv(format, o, p, tiles, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride);                                      \
+    }
+FORMAT(f32, PKV_KV_F32)
+FORMAT(f16, PKV_KV_F16)
+FORMAT(int8, PKV_KV_INT8)
+
+void pkv_kv_write_f32_avx512(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                             int64_t page_tokens)
+{
+    kv_write_float(PKV_KV_F32, tile, k, v, slot, head_dim, page_tokens);
+}
+
+void pkv_kv_write_f16_avx512(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                             int64_t page_tokens)
+{
+    kv_write_float(PKV_KV_F16, tile, k, v, slot, head_dim, page_tokens);
+}
+
+void pkv_kv_write_int8_avx512(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                              int64_t page_tokens)
+{
+    int8_t *vt = (int8_t *)tile + pkv_tile_v(PKV_KV_INT8, head_dim, page_tokens) + slot * pkv_round_up(head_dim, 16);
+    float *scales = (float *)(tile + pkv_tile_scales(PKV_KV_INT8, head_dim, page_tokens)), k_inverse, v_inverse;
+    scales[slot] = head_scale(k, head_dim, &k_inverse);
+    scales[page_tokens + slot] = head_scale(v, head_dim, &v_inverse);
+    for (int64_t d = 0; d < head_dim; d += 16) {
+        __mmask16 keep = first(head_dim - d);
+        int8_t column[16];
+        _mm_storeu_si128((__m128i *)(vt + d), quantised(_mm512_maskz_loadu_ps(keep, v + d), v_inverse));
+        _mm_storeu_si128((__m128i *)column, quantised(_mm512_maskz_loadu_ps(keep, k + d), k_inverse));
+        for (int64_t i = 0; i < 16 && d + i < head_dim; i++)
+            ((int8_t *)tile)[(d + i) * page_tokens + slot] = column[i];
+    }
+}
+
+float pkv_softmax_avx512(float *y, const float *x, int64_t n, float m, float inv_t)
+{
+    __m512 lane = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 keep = first(n - i);
+        __m512 e = exp16(_mm512_mul_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(keep, x + i), _mm512_set1_ps(m)), _mm512_set1_ps(inv_t)));
+        _mm512_mask_storeu_ps(y + i, keep, e);
+        lane = _mm512_mask_add_ps(lane, keep, lane, e);
+    }
+    return tree_sum(lane);
+}
+
+void pkv_softcap_avx512(float *x, int64_t n, float cap)
+{
+    const __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f), sign = _mm512_set1_ps(-0.0f);
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 keep = first(n - i);
+        __m512 z = _mm512_div_ps(_mm512_maskz_loadu_ps(keep, x + i), _mm512_set1_ps(cap));
+        __m512 e = exp16(_mm512_mul_ps(two, _mm512_andnot_ps(sign, z)));
+        __m512 t = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(e, one)));
+        t = _mm512_or_ps(_mm512_andnot_ps(sign, t), _mm512_and_ps(sign, z));
+        _mm512_mask_storeu_ps(x + i, keep, _mm512_mul_ps(_mm512_set1_ps(cap), t));
+    }
+}
+
+void pkv_merge_avx512(float *restrict o, float *restrict m, float *restrict l, const float *restrict o2, float m2, float l2, int64_t n)
+{
+    float top = *m > m2 ? *m : m2;
+    __m512 a = exp16(_mm512_set1_ps(*m - top)), b = exp16(_mm512_set1_ps(m2 - top));
+    for (int64_t d = 0; d < n; d += 16) {
+        __mmask16 keep = first(n - d);
+        __m512 old = _mm512_mul_ps(_mm512_maskz_loadu_ps(keep, o + d), a);
+        _mm512_mask_storeu_ps(o + d, keep, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(keep, o2 + d), b, old));
+    }
+    *l = fmaf(l2, _mm512_cvtss_f32(b), *l * _mm512_cvtss_f32(a));
+    *m = top;
+}
+
+/* ---- elementwise and reductions ---- */
+
+void pkv_rmsnorm_avx512(float *restrict y, const float *restrict x, const float *restrict w, int64_t n, float eps)
+{
+    __m512 lane = _mm512_setzero_ps(), r;
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512 xi = _mm512_maskz_loadu_ps(first(n - i), x + i);
+        lane = _mm512_fmadd_ps(xi, xi, lane);
+    }
+    r = _mm512_set1_ps(1.0f / sqrtf(tree_sum(lane) / (float)n + eps));
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 keep = first(n - i);
+        __m512 xi = _mm512_maskz_loadu_ps(keep, x + i), wi = _mm512_maskz_loadu_ps(keep, w + i);
+        _mm512_mask_storeu_ps(y + i, keep, _mm512_mul_ps(_mm512_mul_ps(xi, r), wi));
+    }
+}
+
+void pkv_silu_mul_avx512(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 keep = first(n - i);
+        __m512 gi = _mm512_maskz_loadu_ps(keep, g + i), ui = _mm512_maskz_loadu_ps(keep, u + i);
+        __m512 e = exp16(_mm512_xor_ps(gi, _mm512_set1_ps(-0.0f)));
+        gi = _mm512_div_ps(gi, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+        _mm512_mask_storeu_ps(y + i, keep, _mm512_mul_ps(gi, ui));
+    }
+}
+
+void pkv_rope_avx512(float *restrict x, const float *restrict cs, int64_t half)
+{
+    for (int64_t i = 0; i < half; i += 16) {
+        __mmask16 keep = first(half - i);
+        __m512 a = _mm512_maskz_loadu_ps(keep, x + i), b = _mm512_maskz_loadu_ps(keep, x + half + i);
+        __m512 c = _mm512_maskz_loadu_ps(keep, cs + i), s = _mm512_maskz_loadu_ps(keep, cs + half + i);
+        _mm512_mask_storeu_ps(x + i, keep, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        _mm512_mask_storeu_ps(x + half + i, keep, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
+    }
+}
+
+void pkv_add_avx512(float *restrict y, const float *restrict x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 keep = first(n - i);
+        _mm512_mask_storeu_ps(y + i, keep, _mm512_add_ps(_mm512_maskz_loadu_ps(keep, y + i), _mm512_maskz_loadu_ps(keep, x + i)));
+    }
+}
+
+void pkv_scale_avx512(float *restrict y, int64_t n, float a)
+{
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 keep = first(n - i);
+        _mm512_mask_storeu_ps(y + i, keep, _mm512_mul_ps(_mm512_maskz_loadu_ps(keep, y + i), _mm512_set1_ps(a)));
+    }
+}
+
+float pkv_vmax_avx512(const float *restrict x, int64_t n)
+{
+    __m512 top = _mm512_set1_ps(x[0]);
+    __mmask16 nan = 0;
+    float m;
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512 xi = _mm512_mask_loadu_ps(top, first(n - i), x + i);
+        nan |= _mm512_cmp_ps_mask(xi, xi, _CMP_UNORD_Q);
+        top = _mm512_max_ps(top, xi);
+    }
+    m = _mm512_reduce_max_ps(top);
+    return nan ? NAN : m == 0.0f ? 0.0f : m;
+}
+
+int64_t pkv_argmax_avx512(const float *restrict x, int64_t n)
+{
+    float m = pkv_vmax_avx512(x, n);
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 keep = first(n - i);
+        __mmask16 hit = _mm512_mask_cmp_ps_mask(keep, _mm512_maskz_loadu_ps(keep, x + i), _mm512_set1_ps(m), _CMP_EQ_OQ);
+        if (hit)
+            return i + __builtin_ctz(hit);
+    }
+    return -1;
+}
+
+const pkv_kernels pkv_kernels_avx512 = {
+    .name = "avx512",
+    .gemm = {pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512, gemm_q4_0, gemm_q4_1, gemm_q8_0},
+    PKV_AVX512_AFTER_GEMM,
+};
