@@ -1,0 +1,346 @@
+"""PagedKVCache: an arena whose pages hold typed keys and values of all layers for page_tokens tokens.
+
+A page is [layer][KV head] tiles (csrc/pkv_kernels.h describes one), so a page is one contiguous range: sharing and copy on write are the
+arena's. A KVSequence counts tokens on top of its page table.
+"""
+
+import math
+
+import numpy as np
+
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.string cimport memcpy, memset
+
+from pagedkv.core._kernels cimport *
+from pagedkv.core.arena cimport *
+from pagedkv.core.attention cimport *
+from pagedkv.core.memory cimport pkv_alloc, pkv_release
+from pagedkv.core.sequence cimport *
+from pagedkv.core.structs cimport *
+
+from pagedkv.core.errors import BadInput, PoolExhausted
+
+FORMATS = ("f32", "f16", "int8")  # index: pkv_kvformat
+PAGE_TOKENS = (16, 32, 64, 128, 256)
+
+
+cdef int64_t within(str field, value, int64_t start, int64_t stop) except? -1:
+    """value as int64 when it is an integer in [start, stop); else BadInput."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not start <= value < stop:
+        raise BadInput(f"{field}: {value!r} is not an integer in [{start}, {stop})")
+    return value
+
+
+def tile_bytes(str format, int64_t head_dim, int64_t page_tokens) -> int:
+    """Bytes of one (layer, KV head) tile; a page is n_layers * n_kv_heads of them. BadInput for an unknown format."""
+    if format not in FORMATS:
+        raise BadInput(f"format: {format!r} is not one of {', '.join(FORMATS)}")
+    return pkv_tile_bytes(FORMATS.index(format), head_dim, page_tokens)
+
+
+cdef class PagedKVCache(Arena):
+    """Pages of typed K/V. n_pages pages at once, growing to max_pages (default: n_pages); memory is committed lazily.
+
+    n_layers, n_kv_heads   in [1, 2^16); head_dim in [1, 2^13)
+    format                 "f32", "f16" or "int8" (one float32 scale per token and KV head, fixed when the token is written)
+    page_tokens            16, 32, 64, 128 or 256
+    threads                of `attend`; default as everywhere (docs/engine.md)
+
+    Raises BadInput naming the field, PoolExhausted when the system refuses memory.
+    """
+
+    def __init__(self, n_layers, n_kv_heads, head_dim, *, n_pages, format="f16", page_tokens=16, max_pages=None, threads=None,
+                 growth_pages=None, guard=False):
+        cdef attention_view *v = &self.view
+        memset(v, 0, sizeof(attention_view))
+        self.n_layers = within("n_layers", n_layers, 1, 1 << 16)
+        v.n_kv_heads = within("n_kv_heads", n_kv_heads, 1, 1 << 16)
+        v.head_dim = within("head_dim", head_dim, 1, 1 << 13)
+        if page_tokens not in PAGE_TOKENS:
+            raise BadInput(f"page_tokens: {page_tokens!r} is not one of {PAGE_TOKENS}")
+        v.page_tokens = page_tokens
+        v.tile_bytes = tile_bytes(format, v.head_dim, v.page_tokens)
+        v.format = FORMATS.index(format)
+        self.pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
+        super().__init__(n_pages, self.n_layers * v.n_kv_heads * v.tile_bytes, max_pages=max_pages, growth_pages=growth_pages, guard=guard)
+        v.storage = self.ptr.storage
+        v.page_stride = self.ptr.page_stride
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        return self.view.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a head."""
+        return self.view.head_dim
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self.view.page_tokens
+
+    @property
+    def format(self) -> str:
+        """Element format of the pages."""
+        return FORMATS[self.view.format]
+
+    def sequence(self, seq_id=0, max_pages=None):
+        """A new empty KVSequence of at most max_pages pages (default: all the cache can ever hold)."""
+        return KVSequence(self, seq_id, self.max_pages if max_pages is None else max_pages)
+
+    def attend(self, layer, q, seqs, q_lens, *, scale=None, window=None, softcap=None):
+        """Causal attention of the last q_lens[i] tokens of seqs[i] over that sequence's pages.
+
+        q        float32 [sum(q_lens), n_heads, head_dim], n_heads a multiple of n_kv_heads
+        scale    of the scores, default 1/sqrt(head_dim); window: a token sees the last `window` tokens, itself included;
+                 softcap: scores become softcap * tanh(score / softcap)
+        returns  float32 [sum(q_lens), n_heads, head_dim]
+
+        The bits of a row depend on its sequence and position alone. Releases the GIL. Raises BadInput. The sequences must not be
+        changed by other threads meanwhile.
+        """
+        cdef attention_view v = self.view
+        cdef int64_t at = within("layer", layer, 0, self.n_layers)
+        cdef attend_job job
+        cdef int64_t i, n, status
+        cdef KVSequence seq
+        cdef list owners = list(seqs)
+        cdef list lens = [within("q_lens", x, 0, 1 << 40) for x in q_lens]
+        q = np.ascontiguousarray(q, dtype=np.float32)
+        if len(owners) != len(lens):
+            raise BadInput(f"q_lens: {len(lens)} lengths for {len(owners)} sequences")
+        if q.ndim != 3 or q.shape[0] != sum(lens) or q.shape[2] != v.head_dim or q.shape[1] == 0 or q.shape[1] % v.n_kv_heads:
+            raise BadInput(f"q: shape {q.shape} is not ({sum(lens)}, a multiple of {v.n_kv_heads}, {v.head_dim})")
+        scale = 1 / math.sqrt(v.head_dim) if scale is None else float(scale)
+        softcap = 0.0 if softcap is None else float(softcap)
+        if not math.isfinite(scale):
+            raise BadInput(f"scale: {scale} is not finite")
+        if not 0 <= softcap < math.inf:
+            raise BadInput(f"softcap: {softcap} is not in [0, inf)")
+        v.window = 0 if window is None else within("window", window, 1, 1 << 40)
+        v.scale, v.softcap = scale, softcap
+        v.group = q.shape[1] // v.n_kv_heads
+        for i, owner in enumerate(owners):
+            if not isinstance(owner, KVSequence) or (<KVSequence>owner).arena is not self:
+                raise BadInput(f"seqs: entry {i} is no sequence of this cache")
+            if not owner.is_valid():
+                raise (<KVSequence>owner).refuse(-PKV_TAMPER, "")
+            if lens[i] > len(owner):
+                raise BadInput(f"q_lens: {lens[i]} queries for entry {i}, a sequence of {len(owner)} tokens")
+        out = np.empty_like(q)
+        n = len(owners)
+        job.v = &v
+        job.layer = at
+        job.n_seqs = n
+        job.n_heads = q.shape[1]
+        job.counter = 0
+        job.pool = self.pool.ptr
+        job.q = <const float *><size_t>q.ctypes.data
+        job.out = <float *><size_t>out.ctypes.data
+        job.scratch_floats = scratch_floats(&v)
+        job.spans = <attend_span *>pkv_alloc(max(n, 1) * sizeof(attend_span))
+        job.scratch = <float *>pkv_alloc(job.scratch_floats * sizeof(float) * self.pool.n_threads)
+        try:
+            if job.spans == NULL or job.scratch == NULL:
+                raise PoolExhausted("attend: the system refused scratch memory")
+            job.n_units = 0
+            row = 0
+            for i in range(n):
+                seq = owners[i]
+                job.spans[i].table = seq.ptr.page_indices
+                job.spans[i].row = row
+                job.spans[i].n_tokens = lens[i]
+                job.spans[i].position = seq.ptr.n_tokens - <int64_t>lens[i]
+                job.spans[i].first_unit = job.n_units
+                job.n_units += (<int64_t>lens[i] + tile_tokens(&v) - 1) // tile_tokens(&v) * v.n_kv_heads
+                row += lens[i]
+            with nogil:
+                status = pool_run(job.pool, &attend_worker, &job)
+            if status:
+                raise PoolExhausted("attend: the system refused a worker thread")
+        finally:
+            pkv_release(job.spans)
+            pkv_release(job.scratch)
+        return out
+
+
+cdef struct attend_span:
+    const uint32_t *table
+    int64_t row
+    int64_t n_tokens
+    int64_t position
+    int64_t first_unit
+
+
+cdef struct attend_job:
+    const attention_view *v
+    attend_span *spans
+    const float *q
+    float *out
+    float *scratch
+    pkv_pool *pool
+    int64_t scratch_floats
+    int64_t layer
+    int64_t n_seqs
+    int64_t n_heads
+    int64_t n_units
+    int64_t counter
+
+
+cdef void attend_worker(void *arg, int thread, int n_threads) noexcept nogil:
+    cdef attend_job *job = <attend_job *>arg
+    cdef const attention_view *v = job.v
+    cdef int64_t width = v.group * v.head_dim
+    cdef int64_t stride = job.n_heads * v.head_dim
+    cdef int64_t i, token, kv_head, offset
+    cdef int64_t stop = 0
+    cdef int64_t unit = claim(&job.counter, job.n_units, 1, &stop)
+    cdef attend_span *span
+    while unit < job.n_units:
+        i = job.n_seqs - 1
+        while job.spans[i].first_unit > unit:
+            i -= 1
+        while job.spans[i].n_tokens == 0:
+            i -= 1
+        span = &job.spans[i]
+        kv_head = (unit - span.first_unit) % v.n_kv_heads
+        token = (unit - span.first_unit) // v.n_kv_heads * tile_tokens(v)
+        offset = (span.row + token) * stride + kv_head * width
+        attend_tile(job.out + offset, job.q + offset, v, span.table, job.layer, kv_head, span.position + token,
+                    min(tile_tokens(v), span.n_tokens - token), stride, stride, job.scratch + thread * job.scratch_floats)
+        unit = claim(&job.counter, job.n_units, 1, &stop)
+
+
+cdef class KVSequence(Sequence):
+    """The tokens of one sequence in a PagedKVCache. Made by PagedKVCache.sequence; len() is its number of tokens."""
+
+    def __init__(self, PagedKVCache arena not None, seq_id=0, max_pages=64):
+        super().__init__(arena, seq_id, max_pages)
+
+    def __len__(self):
+        return self.ptr.n_tokens if self.ptr != NULL else 0
+
+    cdef object refuse(self, int64_t code, str message):
+        return Sequence.refuse(self, code, message)
+
+    def extend(self, n) -> int:
+        """Room for n more tokens; returns the position of the first. A shared tail page is copied first.
+
+        Raises PoolExhausted or SequenceFull with nothing changed, BadInput for a bad n.
+        """
+        cdef int64_t count = within("extend", n, 0, 1 << 40)
+        cdef int64_t tokens = self.ptr.n_tokens
+        cdef int64_t page_tokens = (<PagedKVCache>self.arena).view.page_tokens
+        cdef int64_t used = self.ptr.n_pages_used
+        cdef int64_t code
+        with nogil:
+            code = pkv_seq_append_pages(self.ptr, (tokens + count + page_tokens - 1) // page_tokens - used)
+            if code == 0 and count and tokens % page_tokens:
+                code = pkv_seq_write_page(self.ptr, tokens // page_tokens)
+                if code < 0:
+                    pkv_seq_truncate_pages(self.ptr, used)
+        if code < 0:
+            raise self.refuse(code, f"extend: {count} more tokens" if code != -PKV_POOL_EXHAUSTED else "")
+        self.ptr.n_tokens = tokens + count
+        return tokens
+
+    def truncate(self, n) -> None:
+        """Keep the first n tokens and give back the pages behind them. BadInput when n is not in [0, len]."""
+        cdef int64_t count = within("truncate", n, 0, self.ptr.n_tokens + 1)
+        cdef int64_t page_tokens = (<PagedKVCache>self.arena).view.page_tokens
+        cdef int64_t code = pkv_seq_truncate_pages(self.ptr, (count + page_tokens - 1) // page_tokens)
+        if code:
+            raise self.refuse(code, "")
+        self.ptr.n_tokens = count
+
+    def share_prefix(self, pages, n_tokens) -> None:
+        """Begin this empty sequence with held pages of another: n_tokens tokens in exactly the pages they fill.
+
+        Raises BadInput when the sequence is not empty or the counts do not fit, else as share_pages; nothing changed then.
+        """
+        cdef list wanted = list(pages)
+        cdef int64_t page_tokens = (<PagedKVCache>self.arena).view.page_tokens
+        cdef int64_t count = within("share_prefix", n_tokens, 0, 1 << 40)
+        if self.ptr.n_pages_used or self.ptr.n_tokens:
+            raise BadInput(f"share_prefix: the sequence holds {self.ptr.n_tokens} tokens already")
+        if (count + page_tokens - 1) // page_tokens != len(wanted):
+            raise BadInput(f"share_prefix: {count} tokens do not fill {len(wanted)} pages of {page_tokens}")
+        self.share_pages(wanted)
+        self.ptr.n_tokens = count
+
+    def write_kv(self, layer, start, k, v) -> None:
+        """Store K and V of one layer for tokens [start, start + n): float32 [n, n_kv_heads, head_dim] each.
+
+        Pages shared with other holders are copied first. f16 rounds to nearest even. int8 refuses inf and NaN with BadInput naming
+        token and head, and writes nothing. Raises BadInput, PoolExhausted.
+        """
+        cdef PagedKVCache cache = self.arena
+        cdef attention_view *view = &cache.view
+        cdef int64_t at = within("layer", layer, 0, cache.n_layers)
+        cdef int64_t first, n, t, h, code, position
+        cdef const float *kp
+        cdef const float *vp
+        k = np.ascontiguousarray(k, dtype=np.float32)
+        v = np.ascontiguousarray(v, dtype=np.float32)
+        for name, array in (("k", k), ("v", v)):
+            if array.ndim != 3 or array.shape[1] != view.n_kv_heads or array.shape[2] != view.head_dim:
+                raise BadInput(f"{name}: shape {array.shape} is not (n, {view.n_kv_heads}, {view.head_dim})")
+        if k.shape[0] != v.shape[0]:
+            raise BadInput(f"v: {v.shape[0]} tokens, k has {k.shape[0]}")
+        n = k.shape[0]
+        if n > self.ptr.n_tokens:
+            raise BadInput(f"k: {n} tokens, the sequence has {self.ptr.n_tokens}")
+        first = within("start", start, 0, self.ptr.n_tokens - n + 1)
+        if view.format == PKV_KV_INT8:
+            for name, array in (("k", k), ("v", v)):
+                bad = np.argwhere(~np.isfinite(array).all(axis=2))
+                if len(bad):
+                    raise BadInput(f"{name}: token {first + int(bad[0][0])}, head {int(bad[0][1])} holds inf or NaN")
+        kp = <const float *><size_t>k.ctypes.data
+        vp = <const float *><size_t>v.ctypes.data
+        code = 0
+        with nogil:
+            if n:
+                for position in range(first // view.page_tokens, (first + n - 1) // view.page_tokens + 1):
+                    code = pkv_seq_write_page(self.ptr, position)
+                    if code < 0:
+                        break
+            if code >= 0:
+                for t in range(n):
+                    position = first + t
+                    for h in range(view.n_kv_heads):
+                        kern.kv_write[view.format](
+                            kv_tile(view, self.ptr.page_indices[position // view.page_tokens], at, h),
+                            kp + (t * view.n_kv_heads + h) * view.head_dim, vp + (t * view.n_kv_heads + h) * view.head_dim,
+                            position % view.page_tokens, view.head_dim, view.page_tokens)
+        if code < 0:
+            raise self.refuse(code, "")
+
+    def gather(self, layer):
+        """K and V of one layer as two new float32 arrays [len, n_kv_heads, head_dim]. Raises BadInput. Releases the GIL."""
+        cdef PagedKVCache cache = self.arena
+        cdef attention_view *view = &cache.view
+        cdef int64_t at = within("layer", layer, 0, cache.n_layers)
+        cdef int64_t n = self.ptr.n_tokens
+        cdef int64_t page, h
+        cdef float *kp
+        cdef float *vp
+        if not self.is_valid():
+            raise self.refuse(-PKV_TAMPER, "")
+        k = np.empty((n, view.n_kv_heads, view.head_dim), np.float32)
+        v = np.empty_like(k)
+        kp = <float *><size_t>k.ctypes.data
+        vp = <float *><size_t>v.ctypes.data
+        with nogil:
+            for page in range((n + view.page_tokens - 1) // view.page_tokens):
+                for h in range(view.n_kv_heads):
+                    kern.kv_read[view.format](
+                        kp + (page * view.page_tokens * view.n_kv_heads + h) * view.head_dim,
+                        vp + (page * view.page_tokens * view.n_kv_heads + h) * view.head_dim,
+                        kv_tile(view, self.ptr.page_indices[page], at, h), 0,
+                        min(view.page_tokens, n - page * view.page_tokens), view.head_dim, view.page_tokens,
+                        view.n_kv_heads * view.head_dim)
+        return k, v

@@ -1,0 +1,26 @@
+"""Packed weights and the loop over their panels."""
+
+from libc.stdint cimport int64_t
+
+from pagedkv.core._kernels cimport *
+
+# Activations of one operation, in memory that grows and is reused.
+cdef struct act_buffer:
+    pkv_act act
+    float *x               # act.x, writable
+    void *block            # one allocation behind all of it
+    int64_t max_tokens
+    int64_t n_cols
+
+cdef int act_reserve(act_buffer *b, int64_t n_tokens, int64_t n_cols) noexcept nogil
+cdef void act_release(act_buffer *b) noexcept nogil
+cdef void act_quantise(act_buffer *b, int64_t token, int64_t start, int64_t stop) noexcept nogil
+cdef int64_t panel_chunk(int64_t n_panels, int n_threads) noexcept nogil
+cdef void matmul(float *out, const pkv_weight *w, const pkv_act *x, int64_t n_tokens, int64_t out_stride, bint add,
+                 int64_t *counter, int n_threads) noexcept nogil
+
+
+cdef class PackedMatrix:
+    cdef pkv_weight w
+    cdef void *memory
+    cdef size_t n_bytes
