@@ -245,6 +245,8 @@ cdef int64_t pkv_arena_destroy(pkv_arena *a) noexcept nogil:
             return -PKV_TAMPER
         s.arena = NULL
         s = s.next
+    if a.prefix != NULL:
+        a.prefix.arena = NULL
     a.canary_pre = a.canary_post = 0
     pkv_release(a)
     return 0

@@ -180,3 +180,13 @@ cdef inline bint guard_holds(const pkv_arena *a, uint32_t i) noexcept nogil:
 cdef inline bint holdable(const pkv_arena *a, uint32_t i) noexcept nogil:
     """Whether page i is what a sequence may hold: inside the arena, in use and counted."""
     return i < a.n_pages and a.pages[i].state == PKV_PAGE_IN_USE and a.pages[i].refcount != 0
+
+
+cdef inline uint64_t chain_hash(uint64_t parent_hash, const int32_t *tokens, int64_t n) noexcept nogil:
+    """Hash of a prefix that ends in these n tokens, from the hash of the prefix before them."""
+    cdef uint64_t h = parent_hash ^ <uint64_t>0x2545F4914F6CDD1D
+    cdef int64_t k
+    for k in range(n):
+        h = (h ^ <uint32_t>tokens[k]) * <uint64_t>0x9E3779B97F4A7C15
+        h ^= h >> 29
+    return h

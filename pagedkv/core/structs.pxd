@@ -87,7 +87,6 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
         pkv_prefix_entry *entries
         int32_t *tokens
         int64_t n_entries
-        uint32_t first_root
         uint64_t seed
         uint64_t num_queried
         uint64_t num_hit
@@ -101,3 +100,43 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
         int64_t where
         int64_t expected
         int64_t found
+
+    ctypedef struct pkv_api:
+        int64_t abi_version
+        int64_t struct_size
+        int64_t (*arena_new)(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages, int64_t growth_pages,
+                             uint32_t flags) noexcept nogil
+        int64_t (*arena_close)(pkv_arena *) noexcept nogil
+        int64_t (*arena_destroy)(pkv_arena *) noexcept nogil
+        int64_t (*arena_is_valid)(pkv_arena *) noexcept nogil
+        int64_t (*arena_refcount)(pkv_arena *, int64_t page) noexcept nogil
+        int64_t (*arena_page_state)(pkv_arena *, int64_t page) noexcept nogil
+        uint8_t *(*arena_page)(pkv_arena *, int64_t page) noexcept nogil
+        int64_t (*arena_n_pages)(pkv_arena *) noexcept nogil
+        int64_t (*arena_n_free)(pkv_arena *) noexcept nogil
+        int64_t (*arena_n_in_use)(pkv_arena *) noexcept nogil
+        int64_t (*arena_n_cached)(pkv_arena *) noexcept nogil
+        int64_t (*arena_reserve)(pkv_arena *, int64_t n_free) noexcept nogil
+        int64_t (*arena_trim)(pkv_arena *) noexcept nogil
+        int64_t (*seq_new)(pkv_seq **out, pkv_arena *, int64_t seq_id, int64_t max_pages) noexcept nogil
+        int64_t (*seq_destroy)(pkv_seq *) noexcept nogil
+        int64_t (*seq_is_valid)(pkv_seq *) noexcept nogil
+        int64_t (*seq_n_pages)(pkv_seq *) noexcept nogil
+        int64_t (*seq_append_page)(pkv_seq *) noexcept nogil
+        int64_t (*seq_append_pages)(pkv_seq *, int64_t n) noexcept nogil
+        int64_t (*seq_share_page)(pkv_seq *, int64_t page) noexcept nogil
+        int64_t (*seq_share_pages)(pkv_seq *, const uint32_t *pages, int64_t n) noexcept nogil
+        int64_t (*seq_snapshot)(pkv_seq **out, pkv_seq *) noexcept nogil
+        int64_t (*seq_write_page)(pkv_seq *, int64_t i) noexcept nogil
+        int64_t (*seq_truncate_pages)(pkv_seq *, int64_t n) noexcept nogil
+        int64_t (*seq_free)(pkv_seq *) noexcept nogil
+        int64_t (*prefix_new)(pkv_prefix **out, pkv_arena *, int64_t page_tokens, uint64_t seed) noexcept nogil
+        int64_t (*prefix_destroy)(pkv_prefix *) noexcept nogil
+        int64_t (*prefix_is_valid)(pkv_prefix *) noexcept nogil
+        int64_t (*prefix_lookup)(pkv_prefix *, const int32_t *tokens, int64_t n) noexcept nogil
+        int64_t (*prefix_match)(pkv_prefix *, pkv_seq *, const int32_t *tokens, int64_t n) noexcept nogil
+        int64_t (*prefix_insert)(pkv_prefix *, pkv_seq *, const int32_t *tokens, int64_t n) noexcept nogil
+        int64_t (*prefix_clear)(pkv_prefix *) noexcept nogil
+        int64_t (*check)(pkv_arena *, int64_t level, pkv_violation *out, int64_t capacity) noexcept nogil
+
+    const char *PKV_CAPSULE_NAME

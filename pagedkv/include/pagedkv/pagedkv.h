@@ -126,7 +126,7 @@ typedef struct pkv_prefix_entry {
     uint64_t hash;   /* of all tokens from the start of the sequence to the end of this page */
     uint32_t parent; /* the page before it, PKV_NO_PAGE for the first page of a sequence */
     uint32_t first_child;
-    uint32_t next_sibling;
+    uint32_t next_sibling; /* among the children of one parent; unused by first pages */
     uint32_t prev_sibling;
     uint32_t next_in_bucket;
     uint32_t reserved;
@@ -141,8 +141,6 @@ struct pkv_prefix {
     pkv_prefix_entry *entries; /* [max_pages] */
     int32_t *tokens;           /* [max_pages][page_tokens] */
     int64_t n_entries;
-    uint32_t first_root;
-    uint32_t reserved;
     uint64_t seed;
     uint64_t num_queried; /* lifetime counters, in tokens */
     uint64_t num_hit;
@@ -159,6 +157,82 @@ typedef struct pkv_violation {
     int64_t expected;
     int64_t found;
 } pkv_violation;
+
+/* All functions. The list only grows at its end; struct_size tells how much of it a build of pagedkv has.
+ * int64_t results: >= 0 is success (an index, a count or PKV_OK), < 0 a negated pkv_verdict. Out-pointers are NULL on failure.
+ * Names ending in _destroy release the struct; a struct whose canaries do not hold is left alone and TAMPER returned. */
+typedef struct pkv_api {
+    int64_t abi_version;
+    int64_t struct_size;
+
+    /* max_pages 0: fixed at n_pages; growth_pages 0: n_pages; flags: pkv_arena_flag */
+    int64_t (*arena_new)(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages, int64_t growth_pages,
+                         uint32_t flags);
+    int64_t (*arena_close)(pkv_arena *);   /* memory goes back, every later call answers TAMPER */
+    int64_t (*arena_destroy)(pkv_arena *);
+    int64_t (*arena_is_valid)(pkv_arena *); /* 1 or 0 */
+    int64_t (*arena_refcount)(pkv_arena *, int64_t page);
+    int64_t (*arena_page_state)(pkv_arena *, int64_t page); /* a pkv_page_state */
+    uint8_t *(*arena_page)(pkv_arena *, int64_t page);      /* NULL when not a page or not valid */
+    int64_t (*arena_n_pages)(pkv_arena *);
+    int64_t (*arena_n_free)(pkv_arena *);
+    int64_t (*arena_n_in_use)(pkv_arena *);
+    int64_t (*arena_n_cached)(pkv_arena *);
+    int64_t (*arena_reserve)(pkv_arena *, int64_t n_free); /* commit until so many pages are FREE */
+    int64_t (*arena_trim)(pkv_arena *);                    /* bytes handed back to the system */
+
+    int64_t (*seq_new)(pkv_seq **out, pkv_arena *, int64_t seq_id, int64_t max_pages);
+    int64_t (*seq_destroy)(pkv_seq *);
+    int64_t (*seq_is_valid)(pkv_seq *); /* 1 or 0 */
+    int64_t (*seq_n_pages)(pkv_seq *);
+    int64_t (*seq_append_page)(pkv_seq *);                /* page index */
+    int64_t (*seq_append_pages)(pkv_seq *, int64_t n);    /* all or none */
+    int64_t (*seq_share_page)(pkv_seq *, int64_t page);   /* page index */
+    int64_t (*seq_share_pages)(pkv_seq *, const uint32_t *pages /* [n] */, int64_t n); /* all or none */
+    int64_t (*seq_snapshot)(pkv_seq **out, pkv_seq *);
+    int64_t (*seq_write_page)(pkv_seq *, int64_t i);      /* i-th of the table; its page index, new after a copy */
+    int64_t (*seq_truncate_pages)(pkv_seq *, int64_t n);
+    int64_t (*seq_free)(pkv_seq *);                       /* empties; idempotent */
+
+    int64_t (*prefix_new)(pkv_prefix **out, pkv_arena *, int64_t page_tokens, uint64_t seed);
+    int64_t (*prefix_destroy)(pkv_prefix *);
+    int64_t (*prefix_is_valid)(pkv_prefix *); /* 1 or 0 */
+    int64_t (*prefix_lookup)(pkv_prefix *, const int32_t *tokens /* [n] */, int64_t n);            /* pages known */
+    int64_t (*prefix_match)(pkv_prefix *, pkv_seq *, const int32_t *tokens /* [n] */, int64_t n);  /* pages shared */
+    int64_t (*prefix_insert)(pkv_prefix *, pkv_seq *, const int32_t *tokens /* [n] */, int64_t n); /* pages indexed */
+    int64_t (*prefix_clear)(pkv_prefix *);
+
+    /* level 1: O(1), 2: O(pages), 3: all; number of violations, the first `capacity` of them in out */
+    int64_t (*check)(pkv_arena *, int64_t level, pkv_violation *out, int64_t capacity);
+} pkv_api;
+
+#define PKV_CAPSULE_MODULE "pagedkv.core.capi"
+#define PKV_CAPSULE_ATTRIBUTE "_C_API"
+#define PKV_CAPSULE_NAME PKV_CAPSULE_MODULE "." PKV_CAPSULE_ATTRIBUTE
+
+#ifdef Py_PYTHON_H
+/* The functions of the installed pagedkv; include Python.h first. Call with the GIL, once; the result lives as long as the
+ * interpreter. NULL with ImportError set when pagedkv is missing, has another ABI version, or fewer functions than this header. */
+static inline const pkv_api *pkv_import(void) {
+    const pkv_api *api;
+    PyObject *capsule;
+    PyObject *module = PyImport_ImportModule(PKV_CAPSULE_MODULE);
+    if (module == NULL) return NULL;
+    capsule = PyObject_GetAttrString(module, PKV_CAPSULE_ATTRIBUTE);
+    Py_DECREF(module);
+    if (capsule == NULL) return NULL;
+    api = (const pkv_api *)PyCapsule_GetPointer(capsule, PKV_CAPSULE_NAME);
+    Py_DECREF(capsule);
+    if (api == NULL) return NULL;
+    if (api->abi_version != PKV_ABI_VERSION || api->struct_size < (int64_t)sizeof(pkv_api)) {
+        PyErr_Format(PyExc_ImportError,
+                     "pagedkv has C ABI version %lld with %lld bytes of functions; compiled against version %d with %lld",
+                     (long long)api->abi_version, (long long)api->struct_size, PKV_ABI_VERSION, (long long)sizeof(pkv_api));
+        return NULL;
+    }
+    return api;
+}
+#endif
 
 #if UINTPTR_MAX != 0xFFFFFFFFFFFFFFFFu
 #error "pagedkv needs 64-bit pointers"
@@ -181,7 +255,7 @@ PKV_STATIC_ASSERT(offsetof(pkv_seq, arena) == 8 && offsetof(pkv_seq, n_pages_use
                    offsetof(pkv_seq, canary_post) == 80,
                "pkv_seq");
 PKV_STATIC_ASSERT(sizeof(pkv_prefix_entry) == 32, "pkv_prefix_entry");
-PKV_STATIC_ASSERT(sizeof(pkv_prefix) == 128 && offsetof(pkv_prefix, canary_post) == 120, "pkv_prefix");
+PKV_STATIC_ASSERT(sizeof(pkv_prefix) == 120 && offsetof(pkv_prefix, canary_post) == 112, "pkv_prefix");
 PKV_STATIC_ASSERT(sizeof(pkv_violation) == 32, "pkv_violation");
 
 #endif
