@@ -31,7 +31,8 @@ cdef extern from "pagedkv/pagedkv.h":
         PKV_FIELD(pkv_arena, link_key), PKV_FIELD(pkv_arena, lock), PKV_FIELD(pkv_arena, fault),
         PKV_FIELD(pkv_arena, fault_page), PKV_FIELD(pkv_arena, n_pages), PKV_FIELD(pkv_arena, n_free),
         PKV_FIELD(pkv_arena, n_in_use), PKV_FIELD(pkv_arena, n_cached), PKV_FIELD(pkv_arena, n_copies),
-        PKV_FIELD(pkv_arena, n_seqs), PKV_FIELD(pkv_arena, seqs), PKV_FIELD(pkv_arena, prefix), PKV_FIELD(pkv_arena, evict),
+        PKV_FIELD(pkv_arena, n_seqs), PKV_FIELD(pkv_arena, seqs), PKV_FIELD(pkv_arena, prefix),
+        PKV_FIELD(pkv_arena, evict),
         PKV_FIELD(pkv_arena, forget), PKV_FIELD(pkv_arena, num_allocated), PKV_FIELD(pkv_arena, num_copied),
         PKV_FIELD(pkv_arena, num_evicted), PKV_FIELD(pkv_arena, num_grown), PKV_FIELD(pkv_arena, storage_bytes),
         PKV_FIELD(pkv_arena, pages_bytes), PKV_FIELD(pkv_arena, canary_post),
@@ -69,7 +70,7 @@ def layout():
     return [(pkv_layout[k].name.decode(), pkv_layout[k].offset, pkv_layout[k].size) for k in range(PKV_N_LAYOUT)]
 
 
-# --- faults ------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 def let_pass(int64_t n):
     """Let n requests for memory pass and refuse the one after; -1 lets all pass."""
@@ -94,7 +95,9 @@ def page_address(Arena arena, int64_t i):
 
 
 def meta_address(Arena arena, int64_t i):
-    """Address of page i's pkv_page struct; max_pages names the head of the free list, max_pages + 1 that of the LRU list."""
+    """Address of page i's pkv_page struct; max_pages names the head of the free list, max_pages + 1 that of the LRU
+    list.
+    """
     return <size_t>(arena.ptr.pages + i)
 
 
@@ -127,7 +130,7 @@ def encoded(Arena arena, uint32_t at, uint32_t to):
     return encode(arena.ptr, at, to)
 
 
-# --- loops in C, for benchmarks: seconds for the whole loop --------------------------------------------------------------
+# --- loops in C, for benchmarks: seconds for the whole loop -----------------------------------------------------------
 
 cdef double now() noexcept nogil:
     cdef timespec t
@@ -176,7 +179,9 @@ def time_snapshot(Sequence seq, int64_t n):
 
 
 def random_operations(Arena arena, int64_t n_seqs, int64_t n, uint64_t seed):
-    """n random appends, shares, snapshots, writes, truncates and frees over n_seqs sequences; (seconds, refusals by verdict)."""
+    """n random appends, shares, snapshots, writes, truncates and frees over n_seqs sequences; (seconds, refusals by
+    verdict).
+    """
     cdef double start
     cdef int64_t k, status, pick
     cdef uint64_t x = seed | 1

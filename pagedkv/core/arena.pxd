@@ -1,14 +1,13 @@
-"""The page pool for Cython. Functions return 0 or an index, or a negated verdict; all are thread-safe and need no GIL.
-
-`held` functions are for code inside the core that holds the arena's lock.
+"""The arena for Cython. Functions return 0, a count or a page index, or a negated verdict; all are thread-safe and need
+no GIL.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t
 
 from pagedkv.core.structs cimport *
 
-cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages, int64_t growth_pages,
-                           uint32_t flags) noexcept nogil
+cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages,
+                           int64_t growth_pages, uint32_t flags) noexcept nogil
 cdef int64_t pkv_arena_close(pkv_arena *a) noexcept nogil
 cdef int64_t pkv_arena_destroy(pkv_arena *a) noexcept nogil
 cdef int64_t pkv_arena_is_valid(pkv_arena *a) noexcept nogil
@@ -22,12 +21,6 @@ cdef int64_t pkv_arena_n_cached(pkv_arena *a) noexcept nogil
 cdef int64_t pkv_arena_reserve(pkv_arena *a, int64_t n) noexcept nogil
 cdef int64_t pkv_arena_trim(pkv_arena *a) noexcept nogil
 cdef void pkv_arena_poison(pkv_arena *a, uint32_t fault, int64_t page) noexcept nogil
-
-cdef int64_t pkv_held_can_take(pkv_arena *a, int64_t n) noexcept nogil
-cdef int64_t pkv_held_take(pkv_arena *a) noexcept nogil
-cdef int64_t pkv_held_drop(pkv_arena *a, uint32_t i, uint32_t *cursor) noexcept nogil
-cdef int64_t pkv_held_uncache(pkv_arena *a, uint32_t i) noexcept nogil
-cdef int64_t pkv_held_revive(pkv_arena *a, uint32_t i) noexcept nogil
 
 cdef object error(int64_t code, pkv_arena *a, str message)
 

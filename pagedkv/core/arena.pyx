@@ -1,21 +1,7 @@
-"""The page pool: address space reserved once, committed in steps, pages handed out and taken back in O(1).
+"""The arena: address space reserved once and committed in steps, its lifetime, counts and page access.
 
-Page states and the one function that performs each transition (the checker mirrors this list):
-
-    state    refcount  indexed  on list     content
-    FREE     0         0        free list   meaningless
-    IN_USE   > 0       0 or 1   none        owned by the sequences that hold it
-    CACHED   0         1        LRU list    findable through the prefix index, evictable
-
-    (uncommitted) -> FREE     grow             pool creation, reserve, or a take that finds the free list empty
-    FREE     -> IN_USE        pkv_held_take    refcount 1
-    IN_USE   -> IN_USE        share, drop      refcount +1, -1
-    IN_USE   -> FREE          pkv_held_drop    the last holder leaves and the prefix index does not know the page
-    IN_USE   -> CACHED        pkv_held_drop    the last holder leaves and the prefix index knows it
-    CACHED   -> IN_USE        pkv_held_revive  a prefix hit, refcount 1
-    CACHED   -> FREE          pkv_held_uncache eviction, or its entry is dropped from the index
-
-n_free + n_in_use + n_cached == n_pages at all times. A take looks for a page in this order: free list, growth, eviction.
+Page states and transitions are in pages.pyx, page tables in sequence.pyx. Every function checks canaries, counters and
+poison (level 1) before it does anything.
 """
 
 cimport cython
@@ -24,7 +10,8 @@ from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t
 from libc.string cimport memset
 
 from pagedkv.core.internal cimport *
-from pagedkv.core.memory cimport pkv_alloc, pkv_commit, pkv_drop, pkv_map, pkv_release, pkv_unmap
+from pagedkv.core.memory cimport pkv_alloc, pkv_drop, pkv_map, pkv_release, pkv_unmap
+from pagedkv.core.pages cimport pkv_held_grow
 from pagedkv.core.structs cimport *
 
 from pagedkv.core.errors import ERRORS, Verdict
@@ -39,122 +26,10 @@ cdef extern from *:
     int64_t load_i64 "__atomic_load_n"(int64_t *p, int order) noexcept nogil
 
 
-# --- pages, under the lock ---------------------------------------------------------------------------------------------
+# --- arena ------------------------------------------------------------------------------------------------------------
 
-cdef int64_t grow(pkv_arena *a, int64_t step) noexcept nogil:
-    """Commit `step` more pages and put them at the far end of the free list; POOL_EXHAUSTED when max_pages or the system forbids."""
-    cdef int64_t start = a.n_pages
-    cdef uint32_t i
-    if step <= 0 or step > a.max_pages - start:
-        return -PKV_POOL_EXHAUSTED
-    if pkv_commit(a.storage, start * a.page_stride, (start + step) * a.page_stride):
-        return -PKV_POOL_EXHAUSTED
-    if not linked(a, free_head(a)):
-        return poison(a, PKV_FAULT_LINK, -1)
-    for i in range(<uint32_t>start, <uint32_t>(start + step)):
-        a.pages[i].state = PKV_PAGE_FREE
-        insert_after(a, decode(a, free_head(a), a.pages[free_head(a)].prev), i)
-    pkv_hide(page_at(a, start), step * a.page_stride)
-    a.n_pages += step
-    a.n_free += step
-    a.num_grown += 1
-    return 0
-
-
-cdef int64_t pkv_held_can_take(pkv_arena *a, int64_t n) noexcept nogil:
-    """OK when n pages can be taken one after another, committing memory for those that need growth; else POOL_EXHAUSTED."""
-    cdef int64_t short_of = n - a.n_free
-    cdef int64_t step
-    if short_of <= 0:
-        return 0
-    if short_of > a.max_pages - a.n_pages + a.n_cached:
-        return -PKV_POOL_EXHAUSTED
-    step = min(short_of, a.max_pages - a.n_pages)
-    return grow(a, min(max(step, a.growth_pages), a.max_pages - a.n_pages)) if step else 0
-
-
-cdef int64_t pkv_held_take(pkv_arena *a) noexcept nogil:
-    """A page with refcount 1 that no table holds yet; POOL_EXHAUSTED with nothing changed."""
-    cdef uint32_t i
-    cdef int64_t status
-    if a.n_free == 0:
-        status = grow(a, min(a.growth_pages, a.max_pages - a.n_pages))
-        if status == -PKV_POOL_EXHAUSTED and a.n_cached and a.evict != NULL:
-            status = a.evict(a)
-        if status < 0:
-            return status
-    i = decode(a, free_head(a), a.pages[free_head(a)].next)
-    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_FREE or a.pages[i].refcount or not unlink(a, i):
-        return poison(a, PKV_FAULT_LINK, <int64_t>i if i < a.n_pages else -1)
-    a.pages[i].state = PKV_PAGE_IN_USE
-    a.pages[i].refcount = 1
-    a.n_free -= 1
-    a.n_in_use += 1
-    a.num_allocated += 1
-    pkv_show(page_at(a, i), a.page_bytes if not a.flags & PKV_ARENA_GUARD else a.page_bytes + 8)
-    write_guard(a, i)
-    return i
-
-
-cdef int64_t pkv_held_drop(pkv_arena *a, uint32_t i, uint32_t *cursor) noexcept nogil:
-    """One holder of page i leaves. A page that becomes free goes on the free list behind *cursor, which then names it: start at
-    free_head(a) and drop the last page of a table first, and it is the first to be taken again."""
-    cdef pkv_page *page
-    if not holdable(a, i):
-        return poison(a, PKV_FAULT_PAGE, i)
-    page = a.pages + i
-    if page.refcount > 1:
-        page.refcount -= 1
-        return 0
-    if not guard_holds(a, i):
-        return poison(a, PKV_FAULT_GUARD, i)
-    if page.indexed:
-        if not insert_after(a, decode(a, lru_head(a), a.pages[lru_head(a)].prev), i):
-            return poison(a, PKV_FAULT_LINK, i)
-        page.state = PKV_PAGE_CACHED
-        a.n_cached += 1
-    else:
-        if not insert_after(a, cursor[0], i):
-            return poison(a, PKV_FAULT_LINK, i)
-        page.state = PKV_PAGE_FREE
-        a.n_free += 1
-        cursor[0] = i
-        pkv_hide(page_at(a, i), a.page_stride)
-    page.refcount = 0
-    a.n_in_use -= 1
-    return 0
-
-
-cdef int64_t pkv_held_uncache(pkv_arena *a, uint32_t i) noexcept nogil:
-    """A CACHED page becomes FREE, first to be taken; the caller has dropped it from the index."""
-    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_CACHED or not unlink(a, i):
-        return poison(a, PKV_FAULT_LINK, i)
-    if not guard_holds(a, i):
-        return poison(a, PKV_FAULT_GUARD, i)
-    if not insert_after(a, free_head(a), i):
-        return poison(a, PKV_FAULT_LINK, i)
-    a.pages[i].state = PKV_PAGE_FREE
-    a.n_cached -= 1
-    a.n_free += 1
-    pkv_hide(page_at(a, i), a.page_stride)
-    return 0
-
-
-cdef int64_t pkv_held_revive(pkv_arena *a, uint32_t i) noexcept nogil:
-    """A CACHED page becomes IN_USE with refcount 1."""
-    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_CACHED or a.pages[i].refcount or not unlink(a, i):
-        return poison(a, PKV_FAULT_LINK, i)
-    a.pages[i].state = PKV_PAGE_IN_USE
-    a.pages[i].refcount = 1
-    a.n_cached -= 1
-    a.n_in_use += 1
-    return 0
-
-
-# --- arena -------------------------------------------------------------------------------------------------------------
-
-cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages, int64_t growth_pages,
-                           uint32_t flags) noexcept nogil:
+cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages,
+                           int64_t growth_pages, uint32_t flags) noexcept nogil:
     """Make an arena of n_pages pages that may grow to max_pages (0: fixed) in steps of growth_pages (0: n_pages).
 
     BAD_INPUT when a size is out of range, POOL_EXHAUSTED when the system refuses memory; *out is NULL then.
@@ -196,7 +71,7 @@ cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes,
     if a.storage != NULL:
         for i in range(<uint32_t>max_pages, <uint32_t>max_pages + 2):
             link_to_itself(a, i)
-        if grow(a, n_pages) == 0:
+        if pkv_held_grow(a, n_pages) == 0:
             a.num_grown = 0
             out[0] = a
             return 0
@@ -207,7 +82,8 @@ cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes,
 
 
 cdef int64_t pkv_arena_close(pkv_arena *a) noexcept nogil:
-    """Give all pages back to the system. The struct stays, and refuses every call with TAMPER. Waits for copies in flight.
+    """Give all pages back to the system. The struct stays, and refuses every call with TAMPER. Waits for copies in
+    flight.
 
     OK also when closed already or poisoned; TAMPER when the canaries do not hold, and then nothing is touched.
     """
@@ -231,10 +107,11 @@ cdef int64_t pkv_arena_close(pkv_arena *a) noexcept nogil:
 
 
 cdef int64_t pkv_arena_destroy(pkv_arena *a) noexcept nogil:
-    """Close and release the struct itself; sequences that outlive it answer TAMPER. No other thread may be using the arena.
+    """Close and release the struct itself; sequences that outlive it answer TAMPER. No other thread may be using the
+    arena.
 
-    A struct whose canaries do not hold is left alone: TAMPER. So is the struct, closed, when a sequence is damaged: those
-    behind it on the list cannot be told.
+    A struct whose canaries do not hold is left alone: TAMPER. So is the struct, closed, when a sequence is damaged:
+    those behind it on the list cannot be told.
     """
     cdef pkv_seq *s
     if pkv_arena_close(a):
@@ -287,7 +164,9 @@ cdef int64_t pkv_arena_page_state(pkv_arena *a, int64_t i) noexcept nogil:
 
 
 cdef uint8_t *pkv_arena_page(pkv_arena *a, int64_t i) noexcept nogil:
-    """First of the page_bytes bytes of page i, valid until the arena closes; NULL when the arena is not valid or i is out of range."""
+    """First of the page_bytes bytes of page i, valid until the arena closes; NULL when the arena is not valid or i is
+    out of range.
+    """
     cdef uint8_t *result = NULL
     if enter(a) == 0:
         if 0 <= i < a.n_pages:
@@ -333,20 +212,24 @@ cdef int64_t pkv_arena_n_cached(pkv_arena *a) noexcept nogil:
 
 
 cdef int64_t pkv_arena_reserve(pkv_arena *a, int64_t n) noexcept nogil:
-    """Commit ahead until n pages are FREE, evicting nothing; POOL_EXHAUSTED with nothing changed when max_pages or the system forbids."""
+    """Commit ahead until n pages are FREE, evicting nothing; POOL_EXHAUSTED with nothing changed when max_pages or the
+    system forbids.
+    """
     cdef int64_t result
     if n < 0:
         return -PKV_BAD_INPUT
     result = enter(a)
     if result == 0:
         if n > a.n_free:
-            result = grow(a, n - a.n_free)
+            result = pkv_held_grow(a, n - a.n_free)
         unlock(a)
     return result
 
 
 cdef int64_t pkv_arena_trim(pkv_arena *a) noexcept nogil:
-    """Hand the memory behind runs of FREE pages back to the system; they read as zeros when taken again. Bytes handed back."""
+    """Hand the memory behind runs of FREE pages back to the system; they read as zeros when taken again. Bytes handed
+    back.
+    """
     cdef int64_t i = 0
     cdef int64_t start
     cdef int64_t result = enter(a)
@@ -364,7 +247,7 @@ cdef int64_t pkv_arena_trim(pkv_arena *a) noexcept nogil:
     return result
 
 
-# --- Python edge -------------------------------------------------------------------------------------------------------
+# --- Python edge ------------------------------------------------------------------------------------------------------
 
 cdef tuple FAULTS = (
     "", "canary of the arena overwritten", "page counts of the arena do not add up", "page list link overwritten",
@@ -404,12 +287,12 @@ cdef class Arena:
 
     n_pages      pages committed at once, 1 or more
     page_bytes   usable bytes of a page; pages lie 64-byte aligned, page_bytes rounded up to 64 apart
-    max_pages    limit of growth; address space for it is reserved at once, so a page never moves. Default: n_pages, a fixed pool
+    max_pages    limit of growth; address space for it is reserved at once, so a page never moves. Default: n_pages
     growth_pages pages committed per step; default n_pages
     guard        put a guard word behind each page and check it when the page is released
 
-    Raises BadInput for a size out of range and PoolExhausted when the system refuses memory. All methods may be called from
-    any thread. They hold the lock for a bounded number of list steps and keep the GIL, except reserve and trim.
+    Raises BadInput for a size out of range and PoolExhausted when the system refuses memory. All methods may be called
+    from any thread. They hold the lock for a bounded number of list steps and keep the GIL, except reserve and trim.
     """
 
     def __init__(self, n_pages, page_bytes, *, max_pages=None, growth_pages=None, guard=False):
@@ -532,7 +415,9 @@ cdef class Arena:
         return memoryview(view)
 
     def reserve(self, n):
-        """Commit memory ahead until n pages are free, evicting nothing. PoolExhausted with nothing changed if that cannot be."""
+        """Commit memory ahead until n pages are free, evicting nothing. PoolExhausted with nothing changed if that
+        cannot be.
+        """
         cdef int64_t code
         cdef int64_t count = bounded("reserve", n, 0, PKV_MAX_PAGES)
         with nogil:
@@ -541,7 +426,9 @@ cdef class Arena:
             raise error(code, self.ptr, f"reserve: {count} free pages need more than max_pages or the system allow")
 
     def trim(self):
-        """Hand the memory behind free pages back to the system; returns the number of bytes. Pages and counts stay as they are."""
+        """Hand the memory behind free pages back to the system; returns the number of bytes. Pages and counts stay as
+        they are.
+        """
         cdef int64_t code
         with nogil:
             code = pkv_arena_trim(self.ptr)
@@ -552,7 +439,9 @@ cdef class Arena:
         return pkv_arena_is_valid(self.ptr) == 1
 
     def check(self, level=3):
-        """Violations of the arena's invariants up to `level` (1: O(1), 2: O(pages), 3: all structures); empty when sound."""
+        """Violations of the arena's invariants up to `level` (1: O(1), 2: O(pages), 3: all structures); empty when
+        sound.
+        """
         from pagedkv.core.check import check
 
         return check(self, level)

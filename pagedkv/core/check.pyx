@@ -1,12 +1,13 @@
 """THE checker: every invariant of arena, sequences and prefix index, in one function.
 
-    level 1   O(1)              canaries, poison, counters
-    level 2   O(pages)          state against refcount, list membership and index membership of each page; counters recounted
-    level 3   everything        free list and LRU walked both ways, sequences, holders recounted against refcounts, guard words,
-                                prefix tree, buckets and hashes
+    level 1   O(1)         canaries, poison, counters
+    level 2   O(pages)     state against refcount, list and index membership of each page; counters recounted
+    level 3   everything   free list and LRU walked, sequences, holders recounted against refcounts, guard words,
+                           prefix tree, buckets and hashes
 
-It observes and never repairs, poisons or raises. Every index is checked before it is followed, so damage cannot crash it;
-where a structure is too damaged to follow, it reports that and goes on with the next. It holds the arena's lock throughout.
+It observes and never repairs, poisons or raises. Every index is checked before it is followed, so damage cannot crash
+it; where a structure is too damaged to follow, it reports that and goes on with the next. It holds the arena's lock
+throughout.
 """
 
 from typing import NamedTuple
@@ -40,7 +41,7 @@ cdef inline void expect(Report *r, const char *what, int64_t where, int64_t expe
         note(r, what, where, expected, found)
 
 
-# --- level 1 -----------------------------------------------------------------------------------------------------------
+# --- level 1 ----------------------------------------------------------------------------------------------------------
 
 cdef void check_counters(Report *r, pkv_arena *a) noexcept nogil:
     expect(r, b"arena: n_free + n_in_use + n_cached is n_pages", -1, a.n_pages, a.n_free + a.n_in_use + a.n_cached)
@@ -50,7 +51,7 @@ cdef void check_counters(Report *r, pkv_arena *a) noexcept nogil:
     expect(r, b"arena: n_cached is not negative", -1, 1, a.n_cached >= 0)
 
 
-# --- level 2 -----------------------------------------------------------------------------------------------------------
+# --- level 2 ----------------------------------------------------------------------------------------------------------
 
 cdef void check_pages(Report *r, pkv_arena *a) noexcept nogil:
     cdef int64_t n_free = 0
@@ -84,10 +85,10 @@ cdef void check_pages(Report *r, pkv_arena *a) noexcept nogil:
     expect(r, b"arena: n_cached is the number of CACHED pages", -1, n_cached, a.n_cached)
 
 
-# --- level 3 -----------------------------------------------------------------------------------------------------------
+# --- level 3 ----------------------------------------------------------------------------------------------------------
 
-cdef void check_list(Report *r, pkv_arena *a, uint32_t head, uint8_t state, int64_t length, const char *back, const char *member,
-                     const char *whole) noexcept nogil:
+cdef void check_list(Report *r, pkv_arena *a, uint32_t head, uint8_t state, int64_t length, const char *back,
+                     const char *member, const char *whole) noexcept nogil:
     """Walk a list from its head: each link answered by the neighbour, each member in `state`, `length` members."""
     cdef uint32_t i = head
     cdef uint32_t n
@@ -203,7 +204,8 @@ cdef void check_prefix(Report *r, pkv_arena *a, uint32_t *seen) noexcept nogil:
             if not is_entry(p, i):
                 note(r, b"prefix: page in a bucket is indexed", b, 1, 0)
                 break
-            expect(r, b"prefix: bucket is the one of the hash", i, <int64_t>(p.entries[i].hash & <uint64_t>(p.n_buckets - 1)), b)
+            hash = p.entries[i].hash & <uint64_t>(p.n_buckets - 1)
+            expect(r, b"prefix: bucket is the one of the hash", i, <int64_t>hash, b)
             seen[i] += 1
             total += 1
             i = p.entries[i].next_in_bucket
@@ -212,10 +214,11 @@ cdef void check_prefix(Report *r, pkv_arena *a, uint32_t *seen) noexcept nogil:
 
 
 cdef int64_t pkv_check(pkv_arena *a, int64_t level, pkv_violation *out, int64_t capacity) noexcept nogil:
-    """Write the first `capacity` violations of the invariants up to `level` (1, 2, 3) to out; returns how many there are.
+    """Write the first `capacity` violations of the invariants up to `level` (1, 2, 3) to out; returns how many there
+    are.
 
-    BAD_INPUT for another level. A closed or poisoned arena is a violation. Level 3 allocates 4 bytes a page while it runs;
-    that being refused is a violation too.
+    BAD_INPUT for another level. A closed or poisoned arena is a violation. Level 3 allocates 4 bytes a page while it
+    runs; that being refused is a violation too.
     """
     cdef Report report
     cdef uint32_t *scratch
@@ -253,7 +256,7 @@ cdef int64_t pkv_check(pkv_arena *a, int64_t level, pkv_violation *out, int64_t 
     return report.n
 
 
-# --- Python edge -------------------------------------------------------------------------------------------------------
+# --- Python edge ------------------------------------------------------------------------------------------------------
 
 class Violation(NamedTuple):
     """One broken invariant: the rule, the page or sequence it is about (-1: none), the value it should have and has."""
@@ -276,4 +279,5 @@ def check(Arena arena not None, level=3):
     wanted = level
     with nogil:
         n = pkv_check(arena.ptr, wanted, found, 1000)
-    return [Violation(found[k].what.decode(), found[k].where, found[k].expected, found[k].found) for k in range(min(n, 1000))]
+    return [Violation(found[k].what.decode(), found[k].where, found[k].expected, found[k].found)
+            for k in range(min(n, 1000))]

@@ -1,4 +1,6 @@
-"""Memory from the system, for arena, sequence and prefix alike: the one place that allocates, so the one place that can be made to fail."""
+"""Memory from the system, for arena, sequence and prefix alike: the one place that allocates, so the one place that can
+be made to fail.
+"""
 
 from libc.stdint cimport int64_t
 

@@ -50,8 +50,8 @@ cdef void pkv_release(void *block) noexcept nogil:
 
 
 cdef void *pkv_map(size_t n_bytes, bint committed) noexcept nogil:
-    """Zeroed OS pages, touched lazily, or bare address space to commit later. From 2 MiB on, aligned to 2 MiB and huge where
-    granted. NULL when refused. Release with pkv_unmap and the same n_bytes."""
+    """Zeroed OS pages, touched lazily, or bare address space to commit later. From 2 MiB on, aligned to 2 MiB and huge
+    where granted. NULL when refused. Release with pkv_unmap and the same n_bytes."""
     cdef int prot = PROT_READ | PROT_WRITE if committed else PROT_NONE
     cdef size_t slack = HUGE_PAGE if n_bytes >= HUGE_PAGE else 0
     cdef size_t os_page = <size_t>sysconf(_SC_PAGESIZE)
@@ -91,7 +91,9 @@ cdef int pkv_commit(void *base, size_t start, size_t stop) noexcept nogil:
 
 
 cdef int64_t pkv_drop(void *base, size_t start, size_t stop) noexcept nogil:
-    """Hand the OS pages that lie wholly inside [start, stop) back; they read as zeros when touched again. Bytes handed back."""
+    """Hand the OS pages that lie wholly inside [start, stop) back; they read as zeros when touched again. Bytes handed
+    back.
+    """
     cdef size_t os_page = <size_t>sysconf(_SC_PAGESIZE)
     start = (start + os_page - 1) & ~(os_page - 1)
     stop &= ~(os_page - 1)

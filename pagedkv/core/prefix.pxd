@@ -1,4 +1,6 @@
-"""The prefix index for Cython. Functions return 0 or a count, or a negated verdict; all are thread-safe and need no GIL."""
+"""The prefix index for Cython. Functions return 0 or a count, or a negated verdict; all are thread-safe and need no
+GIL.
+"""
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 

@@ -1,11 +1,11 @@
 """The prefix index: finds full pages by the tokens from the start of the sequence to the end of the page.
 
-A tree over pages: an entry lives at its page's own index and names the page before it. The key is (parent page, tokens of this
-page); the chained hash of all tokens so far only chooses the bucket, and every hit compares tokens and parent, so a hash
-collision costs time, never a wrong page.
+A tree over pages: an entry lives at its page's own index and names the page before it. The key is (parent page, tokens
+of this page); the chained hash of all tokens so far only chooses the bucket, and every hit compares tokens and parent,
+so a hash collision costs time, never a wrong page.
 
-An indexed page whose last holder leaves becomes CACHED and goes to the young end of the LRU list; tables are dropped last page
-first, so leaves age before their parents. Eviction takes the oldest CACHED page that has no indexed child.
+An indexed page whose last holder leaves becomes CACHED and goes to the young end of the LRU list; tables are dropped
+last page first, so leaves age before their parents. Eviction takes the oldest CACHED page that has no indexed child.
 """
 
 cimport cython
@@ -16,19 +16,29 @@ from libc.string cimport memcmp, memcpy, memset
 from pagedkv.core.arena cimport *
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_map, pkv_release, pkv_unmap
+from pagedkv.core.pages cimport pkv_held_drop, pkv_held_revive, pkv_held_uncache
 from pagedkv.core.sequence cimport Sequence
 from pagedkv.core.structs cimport *
 
 from array import array
 
 
-# --- the tree, under the lock ------------------------------------------------------------------------------------------
+# --- the tree, under the lock -----------------------------------------------------------------------------------------
 
 cdef inline int64_t enter_prefix(pkv_prefix *p) noexcept nogil:
     """Level 1 check of index and arena, then the lock."""
     if p == NULL or p.canary_pre != PKV_PREFIX_CANARY_PRE or p.canary_post != PKV_PREFIX_CANARY_POST:
         return -PKV_TAMPER
     return enter(p.arena)
+
+
+cdef inline int64_t enter_both(pkv_prefix *p, pkv_seq *s) noexcept nogil:
+    """The same for the index and a sequence, which must be of the same arena, else BAD_INPUT."""
+    if p == NULL or p.canary_pre != PKV_PREFIX_CANARY_PRE or p.canary_post != PKV_PREFIX_CANARY_POST:
+        return -PKV_TAMPER
+    if s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
+        return -PKV_TAMPER
+    return enter_seq(s) if s.arena == p.arena else -PKV_BAD_INPUT
 
 
 cdef inline int32_t *tokens_of(pkv_prefix *p, uint32_t i) noexcept nogil:
@@ -153,7 +163,7 @@ cdef int64_t evict(pkv_arena *a) noexcept nogil:
     return status if status else <int64_t>i
 
 
-# --- the index ---------------------------------------------------------------------------------------------------------
+# --- the index --------------------------------------------------------------------------------------------------------
 
 cdef int64_t pkv_prefix_new(pkv_prefix **out, pkv_arena *arena, int64_t page_tokens, uint64_t seed) noexcept nogil:
     """Give an arena its prefix index, for pages of page_tokens tokens; the seed enters the hash.
@@ -264,7 +274,9 @@ cdef int64_t pkv_prefix_is_valid(pkv_prefix *p) noexcept nogil:
 
 
 cdef int64_t pkv_prefix_lookup(pkv_prefix *p, const int32_t *tokens, int64_t n_tokens) noexcept nogil:
-    """Number of full pages of this token string that the index knows, from the first on; nothing changes. Or TAMPER, BAD_INPUT."""
+    """Number of full pages of this token string that the index knows, from the first on; nothing changes. Or TAMPER,
+    BAD_INPUT.
+    """
     cdef int64_t k, page
     cdef uint32_t parent = PKV_NO_PAGE
     cdef uint64_t hash
@@ -291,21 +303,18 @@ cdef int64_t pkv_prefix_lookup(pkv_prefix *p, const int32_t *tokens, int64_t n_t
 cdef int64_t pkv_prefix_match(pkv_prefix *p, pkv_seq *s, const int32_t *tokens, int64_t n_tokens) noexcept nogil:
     """Share the longest known run of full pages of this token string into an empty sequence; the number of pages.
 
-    Sets s->n_tokens. Stops at the sequence's max_pages. BAD_INPUT when s is not empty, of another arena, or n_tokens < 0; TAMPER.
+    Sets s->n_tokens. Stops at the sequence's max_pages. BAD_INPUT when s is not empty, of another arena, or n_tokens is
+    negative; TAMPER.
     """
     cdef pkv_arena *a
     cdef int64_t k, page
     cdef uint32_t parent = PKV_NO_PAGE
     cdef uint64_t hash
-    cdef int64_t result = enter_prefix(p)
+    cdef int64_t result = enter_both(p, s)
     if result:
         return result
     a = p.arena
-    if (s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST
-            or (s.arena == a and not 0 <= s.n_pages_used <= s.max_pages)):
-        unlock(a)
-        return -PKV_TAMPER
-    if n_tokens < 0 or s.arena != a or s.n_pages_used:
+    if n_tokens < 0 or s.n_pages_used:
         unlock(a)
         return -PKV_BAD_INPUT
     p.num_queried += n_tokens
@@ -343,10 +352,11 @@ cdef int64_t hold(pkv_arena *a, uint32_t i) noexcept nogil:
 cdef int64_t pkv_prefix_insert(pkv_prefix *p, pkv_seq *s, const int32_t *tokens, int64_t n_tokens) noexcept nogil:
     """Make the full pages of s findable by their tokens, tokens[0] being the first token of its first page.
 
-    A page whose content the index knows already under another page is exchanged for that one in the table and dropped: equal
-    tokens after equal tokens mean equal content. Returns the number of leading pages of s that are in the index; smaller than
-    n_tokens // page_tokens only when a page is indexed under other tokens. BAD_INPUT when s has fewer full pages, belongs to
-    another arena, or n_tokens < 0; TAMPER. Pages in the index are read-only from now on; write_page takes them out.
+    A page whose content the index knows already under another page is exchanged for that one in the table and dropped:
+    equal tokens after equal tokens mean equal content. Returns the number of leading pages of s that are in the index;
+    smaller than n_tokens // page_tokens only when a page is indexed under other tokens. BAD_INPUT when s has fewer full
+    pages, belongs to another arena, or n_tokens < 0; TAMPER. Pages in the index are read-only from now on; write_page
+    takes them out.
     """
     cdef pkv_arena *a
     cdef pkv_prefix_entry *entry
@@ -355,15 +365,11 @@ cdef int64_t pkv_prefix_insert(pkv_prefix *p, pkv_seq *s, const int32_t *tokens,
     cdef uint32_t page, cursor
     cdef uint32_t parent = PKV_NO_PAGE
     cdef uint64_t hash
-    cdef int64_t result = enter_prefix(p)
+    cdef int64_t result = enter_both(p, s)
     if result:
         return result
     a = p.arena
-    if (s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST
-            or (s.arena == a and not 0 <= s.n_pages_used <= s.max_pages)):
-        unlock(a)
-        return -PKV_TAMPER
-    if n_tokens < 0 or s.arena != a or n_tokens // p.page_tokens > s.n_pages_used:
+    if n_tokens < 0 or n_tokens // p.page_tokens > s.n_pages_used:
         unlock(a)
         return -PKV_BAD_INPUT
     hash = p.seed
@@ -399,7 +405,7 @@ cdef int64_t pkv_prefix_insert(pkv_prefix *p, pkv_seq *s, const int32_t *tokens,
     return result
 
 
-# --- Python edge -------------------------------------------------------------------------------------------------------
+# --- Python edge ------------------------------------------------------------------------------------------------------
 
 cdef class TokenBuffer:
     """int32 tokens from a C-contiguous int32 buffer without a copy, or from any iterable of ints."""
@@ -414,7 +420,7 @@ cdef class TokenBuffer:
                 raise error(-PKV_BAD_INPUT, NULL, "token_ids: a value does not fit in int32") from None
         try:
             PyObject_GetBuffer(tokens, &self.view, PyBUF_ND | PyBUF_FORMAT)
-        except BufferError:
+        except (BufferError, ValueError):
             raise error(-PKV_BAD_INPUT, NULL, "token_ids: expected a C-contiguous buffer") from None
         self.held = True
         if self.view.ndim != 1 or self.view.itemsize != 4 or self.view.format[0] not in b"il":
@@ -431,27 +437,26 @@ cdef class TokenBuffer:
         return self.view.shape[0]
 
 
-cdef int64_t accepted(PrefixIndex index, int64_t code, str message) except -1:
-    """code when it is a result; else the exception for it. Damage the arena did not see itself poisons it from here."""
+cdef object refusal(PrefixIndex index, int64_t code, str message):
+    """The exception for a negated verdict. Damage the arena did not see itself poisons it from here."""
     cdef pkv_arena *a = index.arena.ptr if index.arena is not None else NULL
-    if code >= 0:
-        return code
     if code == -PKV_TAMPER and index.ptr != NULL and pkv_arena_is_valid(a):
         pkv_arena_poison(a, PKV_FAULT_SEQUENCE if pkv_prefix_is_valid(index.ptr) else PKV_FAULT_PREFIX, -1)
-    raise error(code, a, message)
+    return error(code, a, message)
 
 
 @cython.no_gc_clear
 cdef class PrefixIndex:
-    """Finds the pages of earlier sequences by their tokens. One per arena; CACHED pages are evicted when the pool needs them.
+    """Finds the pages of earlier sequences by their tokens. One per arena; CACHED pages are evicted when the pool needs
+    them.
 
     arena        the pool whose pages are indexed
     page_tokens  tokens a page holds
     seed         enters the hash, 0 <= seed < 2**64
 
-    Raises BadInput when page_tokens or seed is out of range or the arena has an index already, PoolExhausted when the system
-    refuses memory. All methods may be called from any thread; they hold the arena's lock while they walk the pages named and
-    keep the GIL. Token strings are int32 buffers or iterables of ints; only full pages of them count.
+    Raises BadInput when page_tokens or seed is out of range or the arena has an index already, PoolExhausted when the
+    system refuses memory. All methods may be called from any thread; they hold the arena's lock while they walk the
+    pages named and keep the GIL. Token strings are int32 buffers or iterables of ints; only full pages of them count.
     """
 
     def __init__(self, Arena arena not None, page_tokens, *, seed=0):
@@ -465,7 +470,7 @@ cdef class PrefixIndex:
         code = pkv_prefix_new(&self.ptr, arena.ptr, page_tokens, seed)
         self.arena = arena
         if code == -PKV_BAD_INPUT:
-            raise error(code, arena.ptr, f"page_tokens: {page_tokens} is too large, or the arena has a prefix index already")
+            raise error(code, arena.ptr, f"page_tokens: {page_tokens} is too large, or the arena has an index already")
         if code:
             raise error(code, arena.ptr, "the system refused memory for the prefix index")
 
@@ -493,36 +498,53 @@ cdef class PrefixIndex:
         return pkv_prefix_is_valid(self.ptr) == 1
 
     def lookup(self, token_ids):
-        """Number of leading full pages of this token string that are known. Changes nothing, not even the eviction order."""
+        """Number of leading full pages of this token string that are known. Changes nothing, not even the eviction
+        order.
+        """
         cdef TokenBuffer tokens = TokenBuffer(token_ids)
-        return accepted(self, pkv_prefix_lookup(self.ptr, tokens.data(), tokens.size()), "")
+        cdef int64_t code = pkv_prefix_lookup(self.ptr, tokens.data(), tokens.size())
+        if code < 0:
+            raise refusal(self, code, "")
+        return code
 
     def match(self, Sequence seq not None, token_ids):
-        """Share the longest known run of full pages of this token string into the empty sequence `seq`; returns the page count.
+        """Share the longest known run of full pages of this token string into the empty sequence `seq`; returns the
+        page count.
 
-        Stops at seq.max_pages. To compute at least the last position anew, leave the last token out. BadInput when seq is not
-        empty or of another arena.
+        Stops at seq.max_pages. To compute at least the last position anew, leave the last token out. BadInput when seq
+        is not empty or of another arena.
         """
         cdef TokenBuffer tokens = TokenBuffer(token_ids)
-        return accepted(self, pkv_prefix_match(self.ptr, seq.ptr, tokens.data(), tokens.size()),
-                             f"match: sequence {seq.seq_id} is not an empty sequence of this arena")
+        cdef int64_t code = pkv_prefix_match(self.ptr, seq.ptr, tokens.data(), tokens.size())
+        if code < 0:
+            raise refusal(self, code, f"match: sequence {seq.seq_id} is not an empty sequence of this arena")
+        return code
 
     def insert(self, Sequence seq not None, token_ids):
-        """Make the full pages of `seq`, whose tokens are token_ids from its first on, findable; returns how many leading pages are.
+        """Make the full pages of `seq`, whose tokens are token_ids from its first on, findable; returns how many
+        leading pages are.
 
-        A page whose content is known under another index is exchanged for that page in seq's table and dropped. Indexed pages
-        are read-only; write_page takes the page and all that follow it out of the index. BadInput when seq has fewer full
-        pages than token_ids or is of another arena.
+        A page whose content is known under another index is exchanged for that page in seq's table and dropped. Indexed
+        pages are read-only; write_page takes the page and all that follow it out of the index. BadInput when seq has
+        fewer full pages than token_ids or is of another arena.
         """
         cdef TokenBuffer tokens = TokenBuffer(token_ids)
-        return accepted(self, pkv_prefix_insert(self.ptr, seq.ptr, tokens.data(), tokens.size()),
-                             f"insert: {tokens.size()} tokens exceed the pages of sequence {seq.seq_id}, or it is of another arena")
+        cdef int64_t code = pkv_prefix_insert(self.ptr, seq.ptr, tokens.data(), tokens.size())
+        if code < 0:
+            raise refusal(self, code, f"insert: {tokens.size()} tokens exceed the full pages of sequence {seq.seq_id}, "
+                          f"or it is of another arena")
+        return code
 
     def clear(self):
         """Forget everything; cached pages become free."""
-        accepted(self, pkv_prefix_clear(self.ptr), "")
+        cdef int64_t code = pkv_prefix_clear(self.ptr)
+        if code:
+            raise refusal(self, code, "")
 
     def stats(self):
-        """Counters as a dict: n_pages indexed, num_queried and num_hit in tokens over the index's life, by match only."""
-        accepted(self, -PKV_TAMPER if self.ptr == NULL else 0, "")
+        """Counters as a dict: n_pages indexed, num_queried and num_hit in tokens over the index's life, by match
+        only.
+        """
+        if self.ptr == NULL:
+            raise refusal(self, -PKV_TAMPER, "")
         return {"n_pages": self.ptr.n_entries, "num_queried": self.ptr.num_queried, "num_hit": self.ptr.num_hit}

@@ -1,4 +1,6 @@
-"""Sequences for Cython. Functions return 0, a count or a page index, or a negated verdict; all are thread-safe and need no GIL."""
+"""Sequences for Cython. Functions return 0, a count or a page index, or a negated verdict; all are thread-safe and need
+no GIL.
+"""
 
 from libc.stdint cimport int64_t, uint32_t
 

@@ -1,8 +1,8 @@
 """The page table of one sequence: append, share, snapshot, copy on write, truncate, free.
 
-A page held by more than one table entry is shared and read-only to all holders; write_page gives the caller a page of its own.
-The copy runs outside the lock: meanwhile the sequence itself holds both pages (copy_from, copy_to), so neither can be taken
-away, the checker can account for them, and no other sequence waits.
+A page held by more than one table entry is shared and read-only to all holders; write_page gives the caller a page of
+its own. The copy runs outside the lock: meanwhile the sequence itself holds both pages (copy_from, copy_to), so neither
+can be taken away, the checker can account for them, and no other sequence waits.
 """
 
 cimport cython
@@ -12,10 +12,11 @@ from libc.string cimport memcpy
 from pagedkv.core.arena cimport *
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
+from pagedkv.core.pages cimport pkv_held_can_take, pkv_held_drop, pkv_held_take
 from pagedkv.core.structs cimport *
 
 
-# --- creation and end --------------------------------------------------------------------------------------------------
+# --- creation and end -------------------------------------------------------------------------------------------------
 
 cdef pkv_seq *allocate(int64_t max_pages) noexcept nogil:
     """Struct and table in one block, on no arena yet; NULL when memory is refused."""
@@ -107,7 +108,7 @@ cdef int64_t pkv_seq_n_pages(pkv_seq *s) noexcept nogil:
     return result
 
 
-# --- the table ---------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 cdef int64_t append(pkv_seq *s, int64_t n) noexcept nogil:
     cdef pkv_arena *a = s.arena
@@ -126,7 +127,9 @@ cdef int64_t append(pkv_seq *s, int64_t n) noexcept nogil:
 
 
 cdef int64_t pkv_seq_append_page(pkv_seq *s) noexcept nogil:
-    """Take a page and put it at the end of the table; its index, or SEQ_FULL, POOL_EXHAUSTED, TAMPER. Its bytes are not cleared."""
+    """Take a page and put it at the end of the table; its index, or SEQ_FULL, POOL_EXHAUSTED, TAMPER. Its bytes are not
+    cleared.
+    """
     cdef int64_t result = enter_seq(s)
     if result == 0:
         result = append(s, 1)
@@ -147,7 +150,9 @@ cdef int64_t pkv_seq_append_pages(pkv_seq *s, int64_t n) noexcept nogil:
 
 
 cdef int64_t pkv_seq_share_page(pkv_seq *s, int64_t i) noexcept nogil:
-    """Put page i, held by some sequence, at the end of the table too; i, or SEQ_FULL, BAD_INPUT (no such page), NOT_FOUND (free)."""
+    """Put page i, held by some sequence, at the end of the table too; i, or SEQ_FULL, BAD_INPUT (no such page),
+    NOT_FOUND (free).
+    """
     cdef uint32_t page = <uint32_t>i if 0 <= i <= PKV_MAX_PAGES else PKV_NO_PAGE
     cdef int64_t result = pkv_seq_share_pages(s, &page, 1)
     return result if result else i
@@ -193,7 +198,9 @@ cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) n
 
 
 cdef int64_t pkv_seq_snapshot(pkv_seq **out, pkv_seq *s) noexcept nogil:
-    """A new sequence that shares every page of s, with its id, limit and n_tokens; POOL_EXHAUSTED when memory is refused."""
+    """A new sequence that shares every page of s, with its id, limit and n_tokens; POOL_EXHAUSTED when memory is
+    refused.
+    """
     cdef pkv_seq *copy
     cdef int64_t k, result
     cdef pkv_arena *a
@@ -226,11 +233,12 @@ cdef int64_t pkv_seq_snapshot(pkv_seq **out, pkv_seq *s) noexcept nogil:
 
 
 cdef int64_t pkv_seq_write_page(pkv_seq *s, int64_t i) noexcept nogil:
-    """Make the i-th page of the table the caller's own, to be written: its page index, which is a new one when it was shared.
+    """Make the i-th page of the table the caller's own, to be written: its page index, which is a new one when it was
+    shared.
 
-    One copy when the page is shared, none when this table alone holds it; a page known to the prefix index is dropped from it
-    with all that follow. BAD_INPUT when i is not in the table (also when another thread cut it short meanwhile),
-    POOL_EXHAUSTED with nothing changed. Copies page_bytes outside the lock.
+    One copy when the page is shared, none when this table alone holds it; a page known to the prefix index is dropped
+    from it with all that follow. BAD_INPUT when i is not in the table (also when another thread cut it short
+    meanwhile), POOL_EXHAUSTED with nothing changed. Copies page_bytes outside the lock.
     """
     cdef pkv_arena *a
     cdef uint32_t old, cursor
@@ -331,15 +339,22 @@ cdef int64_t pkv_seq_free(pkv_seq *s) noexcept nogil:
     return result
 
 
-# --- Python edge -------------------------------------------------------------------------------------------------------
+# --- Python edge ------------------------------------------------------------------------------------------------------
+
+cdef str flaw(Sequence seq, int64_t code):
+    """Why a page index cannot be shared."""
+    if code == -PKV_NOT_FOUND:
+        return "is held by no sequence"
+    return f"is outside [0, {pkv_arena_n_pages(seq.ptr.arena) if seq.ptr != NULL else 0})"
+
 
 @cython.no_gc_clear
 cdef class Sequence:
     """The page table of one sequence. Made by Arena.sequence; freed when it dies.
 
-    Methods may be called from any thread; they hold the arena's lock for a number of steps at most proportional to the pages
-    named, and keep the GIL, except write_page, which copies a page without either. Every method but free and is_valid raises
-    Tampered once the arena is closed or poisoned.
+    Methods may be called from any thread; they hold the arena's lock for a number of steps at most proportional to the
+    pages named, and keep the GIL, except write_page, which copies a page without either. Every method but free and
+    is_valid raises Tampered once the arena is closed or poisoned.
     """
 
     def __init__(self, Arena arena not None, seq_id=0, max_pages=64):
@@ -366,7 +381,9 @@ cdef class Sequence:
         self.free()
 
     cdef object refuse(self, int64_t code, str message):
-        """The exception for a negated verdict. A damaged sequence cannot be trusted to name its arena, so poison that from here."""
+        """The exception for a negated verdict. A damaged sequence cannot be trusted to name its arena, so poison that
+        from here.
+        """
         cdef pkv_arena *a = self.arena.ptr if self.arena is not None else NULL
         if code == -PKV_TAMPER and self.ptr != NULL and pkv_arena_is_valid(a):
             pkv_arena_poison(a, PKV_FAULT_SEQUENCE, -1)
@@ -415,7 +432,8 @@ cdef class Sequence:
     def append_page(self):
         """Take a page and put it at the end of the table; returns its index. Its bytes are not cleared.
 
-        Raises SequenceFull at max_pages, PoolExhausted when no page is free, can be committed or evicted; nothing changed then.
+        Raises SequenceFull at max_pages, PoolExhausted when no page is free, can be committed or evicted; nothing
+        changed then.
         """
         cdef int64_t code = pkv_seq_append_page(self.ptr)
         if code < 0:
@@ -434,12 +452,12 @@ cdef class Sequence:
     def share_page(self, i):
         """Put page i, held by some sequence, at the end of this table too; returns i. Its refcount rises by one.
 
-        Raises SequenceFull, BadInput when i is not a page of the arena, NotFound when nobody holds it; nothing changed then.
+        Raises SequenceFull, BadInput when i is not a page of the arena, NotFound when nobody holds it; nothing changed
+        then.
         """
         cdef int64_t code = pkv_seq_share_page(self.ptr, i if 0 <= i < PKV_MAX_PAGES else -1)
         if code < 0:
-            raise self.refuse(code, "one more page" if code == -PKV_SEQ_FULL else f"page index {i} is not held"
-                              if code == -PKV_NOT_FOUND else f"page index {i} is outside [0, {pkv_arena_n_pages(self.ptr.arena) if self.ptr != NULL else 0})")
+            raise self.refuse(code, "one more page" if code == -PKV_SEQ_FULL else f"page index {i} {flaw(self, code)}")
         return code
 
     def share_pages(self, pages):
@@ -460,8 +478,7 @@ cdef class Sequence:
             raise self.refuse(code, f"the system refused memory for {n} page indices")
         if code < 0:
             raise self.refuse(code, f"share_pages: {n} pages" if code == -PKV_SEQ_FULL else
-                              f"page indices {wanted}: one is " +
-                              ("not held" if code == -PKV_NOT_FOUND else f"outside [0, {pkv_arena_n_pages(self.ptr.arena) if self.ptr != NULL else 0})"))
+                              f"one of page indices {wanted} {flaw(self, code)}")
 
     def snapshot(self):
         """A new sequence of the same class that shares every page; a write_page on either copies the page first."""
@@ -473,7 +490,8 @@ cdef class Sequence:
         return copy
 
     def write_page(self, i):
-        """Make the i-th page of the table this sequence's own, to be written; returns its page index, a new one after a copy.
+        """Make the i-th page of the table this sequence's own, to be written; returns its page index, a new one after a
+        copy.
 
         Copies exactly once when the page is shared, never when it is not. Raises BadInput when i is not in the table,
         PoolExhausted with nothing changed. The prefix index forgets the page and all that follow it.
@@ -483,14 +501,17 @@ cdef class Sequence:
         with nogil:
             code = pkv_seq_write_page(self.ptr, k)
         if code < 0:
-            raise self.refuse(code, f"write_page: {i} is outside [0, {pkv_seq_n_pages(self.ptr)})" if code == -PKV_BAD_INPUT else "")
+            raise self.refuse(code, f"write_page: {i} is outside [0, {pkv_seq_n_pages(self.ptr)})"
+                              if code == -PKV_BAD_INPUT else "")
         return code
 
     def truncate_pages(self, n):
-        """Keep the first n pages. The last page is dropped first and the first to be reused. BadInput when n is not in [0, n_pages]."""
+        """Keep the first n pages. The last page is dropped first and the first to be reused. BadInput when n is not in
+        [0, n_pages].
+        """
         cdef int64_t code = pkv_seq_truncate_pages(self.ptr, n if -1 <= n <= PKV_MAX_PAGES else -1)
         if code:
-            raise self.refuse(code, f"truncate_pages: {n} is outside [0, {pkv_seq_n_pages(self.ptr)}]" if code == -PKV_BAD_INPUT else "")
+            raise self.refuse(code, f"truncate_pages: {n} is outside [0, {pkv_seq_n_pages(self.ptr)}]")
 
     def free(self):
         """Drop all pages; the sequence is empty and usable again. Idempotent, and silent after the arena was closed."""

@@ -104,8 +104,8 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
     ctypedef struct pkv_api:
         int64_t abi_version
         int64_t struct_size
-        int64_t (*arena_new)(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages, int64_t growth_pages,
-                             uint32_t flags) noexcept nogil
+        int64_t (*arena_new)(pkv_arena **out, int64_t n_pages, int64_t page_bytes, int64_t max_pages,
+                             int64_t growth_pages, uint32_t flags) noexcept nogil
         int64_t (*arena_close)(pkv_arena *) noexcept nogil
         int64_t (*arena_destroy)(pkv_arena *) noexcept nogil
         int64_t (*arena_is_valid)(pkv_arena *) noexcept nogil

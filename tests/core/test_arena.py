@@ -16,8 +16,18 @@ def test_fresh_pool_is_all_free():
     assert arena.is_valid()
 
 
-@pytest.mark.parametrize(("page_bytes", "guard", "stride"), [(1, False, 64), (64, False, 64), (65, False, 128), (56, True, 64),
-                                                             (57, True, 128), (64, True, 128), (4096, False, 4096)])
+@pytest.mark.parametrize(
+    ("page_bytes", "guard", "stride"),
+    [
+        (1, False, 64),
+        (64, False, 64),
+        (65, False, 128),
+        (56, True, 64),
+        (57, True, 128),
+        (64, True, 128),
+        (4096, False, 4096),
+    ],
+)
 def test_page_stride(page_bytes, guard, stride):
     arena = Arena(2, page_bytes, guard=guard)
     assert arena.page_stride == stride
@@ -38,17 +48,20 @@ def test_pages_are_aligned_and_disjoint(guard):
     assert arena.is_valid()
 
 
-@pytest.mark.parametrize(("args", "kwargs", "named"), [
-    ((0, 64), {}, "n_pages: 0"),
-    ((-1, 64), {}, "n_pages: -1"),
-    ((1 << 40, 64), {}, "n_pages: 1099511627776"),
-    ((1, 0), {}, "page_bytes: 0"),
-    ((1, -5), {}, "page_bytes: -5"),
-    ((1, 1 << 60), {}, "page_bytes"),
-    ((8, 64), {"max_pages": 7}, "max_pages: 7"),
-    ((8, 64), {"growth_pages": 0}, "growth_pages: 0"),
-    ((1 << 20, 1 << 40), {}, "max_pages \\* page_bytes"),
-])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "named"),
+    [
+        ((0, 64), {}, "n_pages: 0"),
+        ((-1, 64), {}, "n_pages: -1"),
+        ((1 << 40, 64), {}, "n_pages: 1099511627776"),
+        ((1, 0), {}, "page_bytes: 0"),
+        ((1, -5), {}, "page_bytes: -5"),
+        ((1, 1 << 60), {}, "page_bytes"),
+        ((8, 64), {"max_pages": 7}, "max_pages: 7"),
+        ((8, 64), {"growth_pages": 0}, "growth_pages: 0"),
+        ((1 << 20, 1 << 40), {}, "max_pages \\* page_bytes"),
+    ],
+)
 def test_sizes_out_of_range(args, kwargs, named):
     with pytest.raises(BadInput, match=named):
         Arena(*args, **kwargs)
@@ -65,8 +78,15 @@ def test_without_init_nothing_works_and_nothing_crashes():
     arena = Arena.__new__(Arena)
     assert not arena.is_valid()
     assert arena.address == 0
-    for call in (lambda: arena.n_pages, lambda: arena.page(0), lambda: arena.refcount(0), arena.trim, arena.sequence,
-                 lambda: arena.reserve(1), arena.stats):
+    for call in (
+        lambda: arena.n_pages,
+        lambda: arena.page(0),
+        lambda: arena.refcount(0),
+        arena.trim,
+        arena.sequence,
+        lambda: arena.reserve(1),
+        arena.stats,
+    ):
         with pytest.raises(Tampered):
             call()
 
@@ -175,8 +195,16 @@ def test_close_is_idempotent_and_final():
     arena.close()
     arena.close()
     assert not arena.is_valid()
-    for call in (lambda: arena.n_pages, lambda: arena.n_free, lambda: arena.page(0), lambda: arena.refcount(0),
-                 lambda: arena.reserve(1), arena.trim, arena.sequence, arena.stats):
+    for call in (
+        lambda: arena.n_pages,
+        lambda: arena.n_free,
+        lambda: arena.page(0),
+        lambda: arena.refcount(0),
+        lambda: arena.reserve(1),
+        arena.trim,
+        arena.sequence,
+        arena.stats,
+    ):
         with pytest.raises(Tampered, match="arena is closed"):
             call()
 

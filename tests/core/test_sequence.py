@@ -35,7 +35,7 @@ def test_sequence_full_comes_before_pool_exhausted():
     arena = Arena(2, 64)
     seq = arena.sequence(3, max_pages=2)
     seq.append_pages(2)
-    with pytest.raises(SequenceFull, match="sequence 3.*max_pages=2"):
+    with pytest.raises(SequenceFull, match=r"sequence 3.*max_pages=2"):
         seq.append_page()
     with pytest.raises(SequenceFull):
         seq.share_page(0)
@@ -43,7 +43,9 @@ def test_sequence_full_comes_before_pool_exhausted():
         seq.share_page(99)
 
 
-@pytest.mark.parametrize(("n", "error"), [(-1, BadInput), (5, PoolExhausted), (7, SequenceFull), (1 << 70, SequenceFull)])
+@pytest.mark.parametrize(
+    ("n", "error"), [(-1, BadInput), (5, PoolExhausted), (7, SequenceFull), (1 << 70, SequenceFull)]
+)
 def test_append_pages_is_all_or_nothing(n, error):
     arena = Arena(4, 64)
     seq = arena.sequence(max_pages=6)
@@ -90,7 +92,9 @@ def test_share_refuses(i, error):
     assert seq.page_table == [0, 1]
 
 
-@pytest.mark.parametrize(("pages", "error"), [([0, 1, 2], NotFound), ([0, 9], BadInput), ([0, -1], BadInput), ([0] * 5, SequenceFull)])
+@pytest.mark.parametrize(
+    ("pages", "error"), [([0, 1, 2], NotFound), ([0, 9], BadInput), ([0, -1], BadInput), ([0] * 5, SequenceFull)]
+)
 def test_share_pages_is_all_or_nothing(pages, error):
     arena = Arena(4, 64)
     a, b = arena.sequence(), arena.sequence(max_pages=4)
@@ -246,8 +250,16 @@ def test_after_close_free_is_silent_and_all_else_refuses():
     seq.append_page()
     arena.close()
     assert not seq.is_valid()
-    for call in (seq.append_page, seq.snapshot, lambda: seq.share_page(0), lambda: seq.write_page(0), lambda: seq.n_pages,
-                 lambda: seq.truncate_pages(0), lambda: seq.append_pages(1), lambda: seq.page_table):
+    for call in (
+        seq.append_page,
+        seq.snapshot,
+        lambda: seq.share_page(0),
+        lambda: seq.write_page(0),
+        lambda: seq.n_pages,
+        lambda: seq.truncate_pages(0),
+        lambda: seq.append_pages(1),
+        lambda: seq.page_table,
+    ):
         with pytest.raises(Tampered, match="arena is closed"):
             call()
     seq.free()
@@ -258,7 +270,13 @@ def test_without_init_nothing_works_and_nothing_crashes():
     seq = Sequence.__new__(Sequence)
     assert not seq.is_valid()
     assert seq.address == 0
-    for call in (seq.append_page, seq.snapshot, lambda: seq.share_page(0), lambda: seq.write_page(0), lambda: seq.page_table):
+    for call in (
+        seq.append_page,
+        seq.snapshot,
+        lambda: seq.share_page(0),
+        lambda: seq.write_page(0),
+        lambda: seq.page_table,
+    ):
         with pytest.raises(Tampered):
             call()
 

@@ -1,8 +1,8 @@
 /* pagedkv.h: the page arena for C.
  *
- * Structs are public so that a reader of pages needs no calls: page i of an arena is `storage + i * page_stride`, 64-byte
- * aligned, and never moves. Everything that changes an arena goes through the functions of pkv_api, all of which may be called
- * from any thread without the GIL.
+ * Structs are public so that a reader of pages needs no calls: page i of an arena is `storage + i * page_stride`,
+ * 64-byte aligned, and never moves. Everything that changes an arena goes through the functions of pkv_api, all of
+ * which may be called from any thread without the GIL.
  *
  * Functions return PKV_OK or an index (>= 0) on success and a negated verdict on failure.
  */
@@ -95,9 +95,10 @@ struct pkv_arena {
     int64_t n_seqs;
     pkv_seq *seqs; /* all sequences, doubly linked */
     pkv_prefix *prefix;
-    int64_t (*evict)(pkv_arena *);           /* set by the prefix index: frees one CACHED page, returns it or a negated verdict */
-    void (*forget)(pkv_arena *, uint32_t);   /* set by the prefix index: drops a page and all that follow it from the index */
-    uint64_t num_allocated;                  /* lifetime counters */
+    /* set by the prefix index: free one CACHED page and return it; drop a page and all that follow it from the index */
+    int64_t (*evict)(pkv_arena *);
+    void (*forget)(pkv_arena *, uint32_t);
+    uint64_t num_allocated; /* lifetime counters */
     uint64_t num_copied;
     uint64_t num_evicted;
     uint64_t num_grown;
@@ -159,8 +160,8 @@ typedef struct pkv_violation {
 } pkv_violation;
 
 /* All functions. The list only grows at its end; struct_size tells how much of it a build of pagedkv has.
- * int64_t results: >= 0 is success (an index, a count or PKV_OK), < 0 a negated pkv_verdict. Out-pointers are NULL on failure.
- * Names ending in _destroy release the struct; a struct whose canaries do not hold is left alone and TAMPER returned. */
+ * int64_t results: >= 0 is success (an index, a count or PKV_OK), < 0 a negated pkv_verdict. Out-pointers are NULL on
+ * failure. Names ending in _destroy release the struct; a struct whose canaries do not hold is left alone: TAMPER. */
 typedef struct pkv_api {
     int64_t abi_version;
     int64_t struct_size;
@@ -211,8 +212,9 @@ typedef struct pkv_api {
 #define PKV_CAPSULE_NAME PKV_CAPSULE_MODULE "." PKV_CAPSULE_ATTRIBUTE
 
 #ifdef Py_PYTHON_H
-/* The functions of the installed pagedkv; include Python.h first. Call with the GIL, once; the result lives as long as the
- * interpreter. NULL with ImportError set when pagedkv is missing, has another ABI version, or fewer functions than this header. */
+/* The functions of the installed pagedkv; include Python.h first. Call with the GIL, once; the result lives as long as
+ * the interpreter. NULL with ImportError set when pagedkv is missing, has another ABI version, or fewer functions than
+ * this header. */
 static inline const pkv_api *pkv_import(void) {
     const pkv_api *api;
     PyObject *capsule;
@@ -226,8 +228,9 @@ static inline const pkv_api *pkv_import(void) {
     if (api == NULL) return NULL;
     if (api->abi_version != PKV_ABI_VERSION || api->struct_size < (int64_t)sizeof(pkv_api)) {
         PyErr_Format(PyExc_ImportError,
-                     "pagedkv has C ABI version %lld with %lld bytes of functions; compiled against version %d with %lld",
-                     (long long)api->abi_version, (long long)api->struct_size, PKV_ABI_VERSION, (long long)sizeof(pkv_api));
+                     "pagedkv has C ABI version %lld with %lld bytes of functions; needed: version %d with %lld",
+                     (long long)api->abi_version, (long long)api->struct_size, PKV_ABI_VERSION,
+                     (long long)sizeof(pkv_api));
         return NULL;
     }
     return api;

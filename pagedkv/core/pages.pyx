@@ -1,0 +1,140 @@
+"""Pages handed out and taken back in O(1). Every function here is called with the arena's lock held.
+
+Page states and the one function that performs each transition (the checker mirrors this list):
+
+    state    refcount  indexed  on list     content
+    FREE     0         0        free list   meaningless
+    IN_USE   > 0       0 or 1   none        owned by the sequences that hold it
+    CACHED   0         1        LRU list    findable through the prefix index, evictable
+
+    (uncommitted) -> FREE     pkv_held_grow    pool creation, reserve, or a take that finds the free list empty
+    FREE     -> IN_USE        pkv_held_take    refcount 1
+    IN_USE   -> IN_USE        share, drop      refcount +1, -1
+    IN_USE   -> FREE          pkv_held_drop    the last holder leaves and the prefix index does not know the page
+    IN_USE   -> CACHED        pkv_held_drop    the last holder leaves and the prefix index knows it
+    CACHED   -> IN_USE        pkv_held_revive  a prefix hit, refcount 1
+    CACHED   -> FREE          pkv_held_uncache eviction, or its entry is dropped from the index
+
+n_free + n_in_use + n_cached == n_pages at all times. A take looks for a page in this order: free list, growth,
+eviction.
+"""
+
+from libc.stdint cimport int64_t, uint32_t
+
+from pagedkv.core.internal cimport *
+from pagedkv.core.memory cimport pkv_commit
+from pagedkv.core.structs cimport *
+
+
+cdef int64_t pkv_held_grow(pkv_arena *a, int64_t step) noexcept nogil:
+    """Commit `step` more pages and put them at the far end of the free list; POOL_EXHAUSTED when max_pages or the
+    system forbids.
+    """
+    cdef int64_t start = a.n_pages
+    cdef uint32_t i
+    if step <= 0 or step > a.max_pages - start:
+        return -PKV_POOL_EXHAUSTED
+    if pkv_commit(a.storage, start * a.page_stride, (start + step) * a.page_stride):
+        return -PKV_POOL_EXHAUSTED
+    if not linked(a, free_head(a)):
+        return poison(a, PKV_FAULT_LINK, -1)
+    for i in range(<uint32_t>start, <uint32_t>(start + step)):
+        a.pages[i].state = PKV_PAGE_FREE
+        insert_after(a, decode(a, free_head(a), a.pages[free_head(a)].prev), i)
+    pkv_hide(page_at(a, start), step * a.page_stride)
+    a.n_pages += step
+    a.n_free += step
+    a.num_grown += 1
+    return 0
+
+
+cdef int64_t pkv_held_can_take(pkv_arena *a, int64_t n) noexcept nogil:
+    """OK when n pages can be taken one after another, committing memory for those that need growth; else
+    POOL_EXHAUSTED.
+    """
+    cdef int64_t short_of = n - a.n_free
+    cdef int64_t step
+    if short_of <= 0:
+        return 0
+    if short_of > a.max_pages - a.n_pages + a.n_cached:
+        return -PKV_POOL_EXHAUSTED
+    step = min(short_of, a.max_pages - a.n_pages)
+    return pkv_held_grow(a, min(max(step, a.growth_pages), a.max_pages - a.n_pages)) if step else 0
+
+
+cdef int64_t pkv_held_take(pkv_arena *a) noexcept nogil:
+    """A page with refcount 1 that no table holds yet; POOL_EXHAUSTED with nothing changed."""
+    cdef uint32_t i
+    cdef int64_t status
+    if a.n_free == 0:
+        status = pkv_held_grow(a, min(a.growth_pages, a.max_pages - a.n_pages))
+        if status == -PKV_POOL_EXHAUSTED and a.n_cached and a.evict != NULL:
+            status = a.evict(a)
+        if status < 0:
+            return status
+    i = decode(a, free_head(a), a.pages[free_head(a)].next)
+    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_FREE or a.pages[i].refcount or not unlink(a, i):
+        return poison(a, PKV_FAULT_LINK, <int64_t>i if i < a.n_pages else -1)
+    a.pages[i].state = PKV_PAGE_IN_USE
+    a.pages[i].refcount = 1
+    a.n_free -= 1
+    a.n_in_use += 1
+    a.num_allocated += 1
+    pkv_show(page_at(a, i), a.page_bytes if not a.flags & PKV_ARENA_GUARD else a.page_bytes + 8)
+    write_guard(a, i)
+    return i
+
+
+cdef int64_t pkv_held_drop(pkv_arena *a, uint32_t i, uint32_t *cursor) noexcept nogil:
+    """One holder of page i leaves. A page that becomes free goes on the free list behind *cursor, which then names it:
+    start at free_head(a) and drop the last page of a table first, and it is the first to be taken again."""
+    cdef pkv_page *page
+    if not holdable(a, i):
+        return poison(a, PKV_FAULT_PAGE, i)
+    page = a.pages + i
+    if page.refcount > 1:
+        page.refcount -= 1
+        return 0
+    if not guard_holds(a, i):
+        return poison(a, PKV_FAULT_GUARD, i)
+    if page.indexed:
+        if not insert_after(a, decode(a, lru_head(a), a.pages[lru_head(a)].prev), i):
+            return poison(a, PKV_FAULT_LINK, i)
+        page.state = PKV_PAGE_CACHED
+        a.n_cached += 1
+    else:
+        if not insert_after(a, cursor[0], i):
+            return poison(a, PKV_FAULT_LINK, i)
+        page.state = PKV_PAGE_FREE
+        a.n_free += 1
+        cursor[0] = i
+        pkv_hide(page_at(a, i), a.page_stride)
+    page.refcount = 0
+    a.n_in_use -= 1
+    return 0
+
+
+cdef int64_t pkv_held_uncache(pkv_arena *a, uint32_t i) noexcept nogil:
+    """A CACHED page becomes FREE, first to be taken; the caller has dropped it from the index."""
+    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_CACHED or not unlink(a, i):
+        return poison(a, PKV_FAULT_LINK, i)
+    if not guard_holds(a, i):
+        return poison(a, PKV_FAULT_GUARD, i)
+    if not insert_after(a, free_head(a), i):
+        return poison(a, PKV_FAULT_LINK, i)
+    a.pages[i].state = PKV_PAGE_FREE
+    a.n_cached -= 1
+    a.n_free += 1
+    pkv_hide(page_at(a, i), a.page_stride)
+    return 0
+
+
+cdef int64_t pkv_held_revive(pkv_arena *a, uint32_t i) noexcept nogil:
+    """A CACHED page becomes IN_USE with refcount 1."""
+    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_CACHED or a.pages[i].refcount or not unlink(a, i):
+        return poison(a, PKV_FAULT_LINK, i)
+    a.pages[i].state = PKV_PAGE_IN_USE
+    a.pages[i].refcount = 1
+    a.n_cached -= 1
+    a.n_in_use += 1
+    return 0
