@@ -355,23 +355,25 @@ def test_token_types(sound):
 
 
 def collide():
-    """Two different token pairs with the same 64-bit hash under seed 0. After the first token the states must agree in
-    their upper half (a birthday search); the second token then cancels the difference of the lower halves."""
-    first = np.unique(np.random.default_rng(1).integers(0, 1 << 31, 1 << 19)).astype(np.uint64)
-    state = (first ^ np.uint64(0x2545F4914F6CDD1D)) * np.uint64(0x9E3779B97F4A7C15)
-    state ^= state >> np.uint64(29)
+    """Two different strings of three tokens with the same 64-bit hash under seed 0. After two tokens the states must agree
+    in their upper half (a birthday search); the third token then cancels the difference of the lower halves."""
+    pairs = np.random.default_rng(1).integers(0, 1 << 31, (1 << 18, 2)).astype(np.uint64)
+    state = np.full(1 << 18, 0x2545F4914F6CDD1D, np.uint64)
+    for tokens in pairs.T:
+        state = (state ^ tokens) * np.uint64(0x9E3779B97F4A7C15)
+        state ^= state >> np.uint64(29)
     order = np.argsort(state >> np.uint64(32), kind="stable")
     upper = (state >> np.uint64(32))[order]
     k = int(np.flatnonzero(upper[1:] == upper[:-1])[0])
     a, b = order[k], order[k + 1]
     difference = int(state[a] ^ state[b])
     assert 0 < difference < 1 << 32
-    return [int(first[a]), 0], [int(first[b]), int(np.uint32(difference).view(np.int32))]
+    return [*pairs[a].tolist(), 0], [*pairs[b].tolist(), int(np.uint32(difference).view(np.int32))]
 
 
 def test_equal_hashes_do_not_make_equal_pages(sound):
     one, two = collide()
-    arena, index = make(page_tokens=2)
+    arena, index = make(page_tokens=3)
     sound(arena)
     a, hit = admit(arena, index, one)
     assert hit == 0
