@@ -355,8 +355,8 @@ def test_token_types(sound):
 
 
 def collide():
-    """Two different strings of three tokens with the same 64-bit hash under seed 0. After two tokens the states must agree
-    in their upper half (a birthday search); the third token then cancels the difference of the lower halves."""
+    """Two different strings of three tokens with the same 64-bit hash under seed 0. After two tokens the states must
+    agree in their upper half (a birthday search); the third token then cancels the difference of the lower halves."""
     pairs = np.random.default_rng(1).integers(0, 1 << 31, (1 << 18, 2)).astype(np.uint64)
     state = np.full(1 << 18, 0x2545F4914F6CDD1D, np.uint64)
     for tokens in pairs.T:
