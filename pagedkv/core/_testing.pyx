@@ -44,6 +44,7 @@ cdef extern from "pagedkv/pagedkv.h":
         PKV_FIELD(pkv_prefix, page_tokens), PKV_FIELD(pkv_prefix, n_buckets), PKV_FIELD(pkv_prefix, buckets),
         PKV_FIELD(pkv_prefix, entries), PKV_FIELD(pkv_prefix, tokens), PKV_FIELD(pkv_prefix, n_entries),
         PKV_FIELD(pkv_prefix, seed), PKV_FIELD(pkv_prefix, num_queried), PKV_FIELD(pkv_prefix, num_hit),
+        PKV_FIELD(pkv_prefix, buckets_bytes), PKV_FIELD(pkv_prefix, entries_bytes), PKV_FIELD(pkv_prefix, tokens_bytes),
         PKV_FIELD(pkv_prefix, canary_post),
         PKV_SIZE(pkv_prefix_entry), PKV_FIELD(pkv_prefix_entry, hash), PKV_FIELD(pkv_prefix_entry, parent),
         PKV_FIELD(pkv_prefix_entry, first_child), PKV_FIELD(pkv_prefix_entry, next_sibling),
