@@ -1,0 +1,418 @@
+"""Drawing tokens from rows of logits, bit for bit the same on every machine and in every batch.
+
+A draw depends on its own row of logits, its parameters and (seed, index, position) alone: the random number is block
+(position, index) of a Philox 4x32-10 stream keyed by the seed. Candidates are ordered by (logit descending, token id
+ascending) and their weights exp((x - max) / temperature) are summed in that order in double precision; without top-k
+and min-p the total is the 16-lane sum of the softmax kernel over token ids. Candidates are found in bands of falling
+logits, so the vocabulary is sorted only as far as the draw has to look.
+"""
+
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_FORMAT, PyObject_GetBuffer, PyBuffer_Release,
+)
+from libc.math cimport INFINITY
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memset
+
+from pagedkv.core._kernels cimport kern, pkv_log
+
+cdef extern from "<float.h>":
+    const float FLT_MAX
+
+cdef extern from "pkv_sampling.h" nogil:
+    int pkv_row_is_bad(const float *x, int64_t n) noexcept
+    int64_t pkv_gather_band(uint64_t *out, const float *x, int64_t n, float low, float high) noexcept
+    void pkv_sort_candidates(uint64_t *a, uint64_t *swap, int64_t n) noexcept
+    int64_t pkv_rank(const float *x, int64_t n, int64_t token) noexcept
+    void pkv_philox(uint32_t *counter, uint32_t k0, uint32_t k1) noexcept
+
+
+cdef double uniform(uint64_t seed, uint32_t index, uint32_t position) noexcept nogil:
+    """53 random bits as a double in [0, 1)."""
+    cdef uint32_t block[4]
+    block[0], block[1], block[2], block[3] = position, index, 0, 0
+    pkv_philox(block, <uint32_t>seed, <uint32_t>(seed >> 32))
+    return ((block[0] >> 5) * 67108864.0 + (block[1] >> 6)) / 9007199254740992.0
+
+
+cdef int64_t next_band(Scratch *s, const float *x, int64_t n, int64_t found, int band, float top,
+                       float inv_temperature) noexcept nogil:
+    """Append the candidates of one band of logits in order; returns the new count. Bands 0, 1, 2 reach down to weight
+    exp(-4), exp(-12) and to everything above -inf; where a band ends never changes the order."""
+    cdef float high = INFINITY if band == 0 else top - (<float>4.0 if band == 1 else <float>12.0) / inv_temperature
+    cdef float low = -FLT_MAX
+    if band < 2:
+        low = top - (<float>4.0 if band == 0 else <float>12.0) / inv_temperature
+        if low < -FLT_MAX:
+            low = -FLT_MAX
+    cdef int64_t more = pkv_gather_band(s.candidates + found, x, n, low, high)
+    pkv_sort_candidates(s.candidates + found, s.swap, more)
+    return found + more
+
+
+cdef int32_t draw(Row *row, Scratch *s, const float *x, int64_t n, float top, float *full_sum) noexcept nogil:
+    """A token id drawn from x[n]. Without top-k and min-p, *full_sum is set to the weights' 16-lane total."""
+    cdef bint limited = row.min_p > 0 or 0 < row.top_k < n
+    cdef int64_t keep = row.top_k if 0 < row.top_k < n else n
+    cdef int64_t found = 0, fresh, count = 0, i
+    cdef double u = uniform(row.seed, row.index, row.position)
+    cdef double acc = 0, total = 0, enough = INFINITY, weight
+    cdef bint closed = False
+    cdef int band
+    if not limited:
+        full_sum[0] = kern.softmax(s.weights, x, n, top, row.inv_temperature)
+        total = full_sum[0]
+        enough = row.top_p * total if row.top_p < 1 else u * total
+    for band in range(3):
+        fresh = found
+        found = next_band(s, x, n, found, band, top, row.inv_temperature)
+        if limited:
+            for i in range(fresh, found):
+                s.sorted_logits[i] = x[<uint32_t>s.candidates[i]]
+            kern.softmax(s.sorted_weights + fresh, s.sorted_logits + fresh, found - fresh, top, row.inv_temperature)
+        for i in range(fresh, found):
+            weight = s.sorted_weights[i] if limited else s.weights[<uint32_t>s.candidates[i]]
+            if count == keep or weight < row.min_p or weight == 0:
+                closed = True
+                break
+            acc += weight
+            s.cumulative[count] = acc
+            count += 1
+        if closed or acc > enough:
+            break
+    if limited:
+        total = acc
+    if row.top_p < 1:
+        for i in range(count):
+            if s.cumulative[i] >= row.top_p * total:
+                count = i + 1
+                break
+        total = s.cumulative[count - 1]
+    for i in range(count - 1):
+        if s.cumulative[i] > u * total:
+            return <int32_t>s.candidates[i]
+    return <int32_t>s.candidates[count - 1]
+
+
+cdef bint adjust(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil:
+    """Copy x to s.logits with bias, penalties and bans applied; False (and no copy) when there is nothing to apply."""
+    cdef bint penalised = row.n_counts > 0
+    cdef bint banned = row.n_stops > 0 and row.position < <uint32_t>row.min_tokens
+    cdef float *y = s.logits
+    cdef float value
+    cdef int64_t i
+    if not penalised and not banned and row.n_bias == 0:
+        return False
+    memcpy(y, x, n * sizeof(float))
+    for i in range(row.n_bias):
+        y[row.bias_ids[i]] += row.bias[i]
+    for i in range(row.n_counts):
+        value = y[row.count_ids[i]]
+        if row.repetition != 1:
+            value = value / row.repetition if value > 0 else value * row.repetition
+        if row.counts[i] > 0:
+            value -= row.frequency * row.counts[i]
+            value -= row.presence
+        y[row.count_ids[i]] = value
+    if banned:
+        for i in range(row.n_stops):
+            y[row.stops[i]] = -INFINITY
+    return True
+
+
+cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token, float top,
+                 float weight_sum) noexcept nogil:
+    """Set the row's logprob (and rank and best tokens if wanted) of `token` under the raw logits x[n].
+    weight_sum: the total of exp(x - top), or 0 if it has not been computed."""
+    cdef int64_t found = 0, i
+    cdef double base
+    cdef int band
+    if weight_sum == 0:
+        weight_sum = kern.softmax(s.weights, x, n, top, 1)
+    base = <double>top + pkv_log(weight_sum)
+    row.token = token
+    row.logprob = <float>(<double>x[token] - base)
+    if row.n_logprobs < 0:
+        return
+    row.rank = <int32_t>pkv_rank(x, n, token) + 1
+    for band in range(3):
+        if found >= row.n_logprobs:
+            break
+        found = next_band(s, x, n, found, band, top, 1)
+    row.n_top = min(found, row.n_logprobs)
+    for i in range(row.n_top):
+        row.top_ids[i] = <int32_t>s.candidates[i]
+        row.top_logprobs[i] = <float>(<double>x[row.top_ids[i]] - base)
+
+
+cdef void sample_row(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil:
+    """Draw the row's next token from the raw logits x[n] and report it; sets row.status."""
+    cdef float raw_top, top, weight_sum = 0
+    cdef const float *y = x
+    cdef int32_t token
+    row.status = ROW_NOT_FINITE
+    row.n_top = 0
+    if pkv_row_is_bad(x, n):
+        return
+    raw_top = kern.vmax(x, n)
+    top = raw_top
+    if adjust(row, s, x, n):
+        y = s.logits
+        if pkv_row_is_bad(y, n):
+            return
+        top = kern.vmax(y, n)
+    if top < -FLT_MAX:
+        return
+    if row.inv_temperature == 0:
+        token = <int32_t>kern.argmax(y, n)
+    else:
+        token = draw(row, s, y, n, top, &weight_sum)
+        if row.inv_temperature != 1 or y != x:
+            weight_sum = 0
+    row.status = ROW_OK
+    report(row, s, x, n, token, raw_top, weight_sum)
+
+
+def philox4x32(counter, key):
+    """One block of Philox 4x32-10: four 32-bit words from a counter of four and a key of two (as sequences of int)."""
+    cdef uint32_t block[4]
+    block[0], block[1], block[2], block[3] = counter
+    k0, k1 = key
+    pkv_philox(block, k0, k1)
+    return block[0], block[1], block[2], block[3]
+
+
+cdef void *allocate(int64_t n_bytes) except NULL:
+    cdef void *memory = calloc(max(n_bytes, 1), 1)
+    if memory == NULL:
+        raise MemoryError(f"{n_bytes} bytes for the sampler")
+    return memory
+
+
+cdef int32_t *id_array(ids, int64_t vocab_size, field) except NULL:
+    """The token ids as a fresh C array; ValueError for an id outside the vocabulary."""
+    cdef int32_t *out = <int32_t *>allocate(len(ids) * sizeof(int32_t))
+    for i, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            free(out)
+            raise ValueError(f"{field} must be token ids in [0, {vocab_size}), not {token}")
+        out[i] = token
+    return out
+
+
+@cython.final
+cdef class SamplingState:
+    """Everything that decides the next token of one output besides its logits: parameters, random stream, penalties.
+
+    It advances only by accept(), so batching, waiting and recomputing cannot disturb it. After Sampler.sample():
+    `ok` (False: the logits were not usable), `token`, `logprob` (float32 value under the raw logits), and if logprobs
+    is not None `rank` (from 1) and `top` (best tokens as (id, logprob), best first).
+
+    stop_ids are banned while fewer than min_tokens tokens are accepted. Penalties count prompt_ids and accepted tokens.
+    Raises ValueError for ids outside [0, vocab_size). Values are otherwise taken as checked.
+    """
+
+    def __cinit__(self, int64_t vocab_size, *, double temperature=1.0, int32_t top_k=0, double top_p=1.0,
+                  double min_p=0.0, uint64_t seed=0, uint32_t index=0, int32_t min_tokens=0, stop_ids=(),
+                  logit_bias=None, float presence_penalty=0.0, float frequency_penalty=0.0,
+                  float repetition_penalty=1.0, prompt_ids=(), logprobs=None):
+        cdef Row *row = &self.row
+        memset(row, 0, sizeof(Row))
+        self.vocab_size = vocab_size
+        row.inv_temperature = 0 if temperature == 0 else <float>(1.0 / temperature)
+        row.top_k, row.top_p, row.min_p = top_k, top_p, <float>min_p
+        row.seed, row.index, row.min_tokens = seed, index, min_tokens
+        row.presence, row.frequency, row.repetition = presence_penalty, frequency_penalty, repetition_penalty
+        row.n_logprobs = -1 if logprobs is None else min(<int64_t>logprobs, vocab_size)
+        if row.n_logprobs > 0:
+            row.top_ids = <int32_t *>allocate(row.n_logprobs * sizeof(int32_t))
+            row.top_logprobs = <float *>allocate(row.n_logprobs * sizeof(float))
+        row.stops = id_array(stop_ids, vocab_size, "stop_token_ids")
+        row.n_stops = len(stop_ids)
+        bias = logit_bias or {}
+        row.bias_ids = id_array(bias, vocab_size, "logit_bias keys")
+        row.bias = <float *>allocate(len(bias) * sizeof(float))
+        for i, value in enumerate(bias.values()):
+            row.bias[i] = value
+        row.n_bias = len(bias)
+        self.slots = None
+        if presence_penalty != 0 or frequency_penalty != 0 or repetition_penalty != 1:
+            self.slots = {}
+            if repetition_penalty != 1:
+                for token in prompt_ids:
+                    self.count(token, 0)
+
+    def __dealloc__(self):
+        free(self.row.bias_ids)
+        free(self.row.bias)
+        free(self.row.stops)
+        free(self.row.count_ids)
+        free(self.row.counts)
+        free(self.row.top_ids)
+        free(self.row.top_logprobs)
+
+    cdef int count(self, int32_t token, int32_t times) except -1:
+        """Add `times` to the token's count, making an entry for a new token."""
+        cdef Row *row = &self.row
+        cdef int64_t slot, cap
+        cdef int32_t *grown
+        known = self.slots.get(token)
+        if known is not None:
+            slot = known
+            row.counts[slot] += times
+            return 0
+        if row.n_counts == row.cap_counts:
+            cap = max(64, 2 * row.cap_counts)
+            grown = <int32_t *>realloc(row.count_ids, cap * sizeof(int32_t))
+            if grown == NULL:
+                raise MemoryError("token counts")
+            row.count_ids = grown
+            grown = <int32_t *>realloc(row.counts, cap * sizeof(int32_t))
+            if grown == NULL:
+                raise MemoryError("token counts")
+            row.counts = grown
+            row.cap_counts = cap
+        slot = row.n_counts
+        row.count_ids[slot] = token
+        row.counts[slot] = times
+        self.slots[token] = slot
+        row.n_counts = slot + 1
+        return 0
+
+    def accept(self, int32_t token):
+        """Take `token` as the output's next: the random stream moves on and penalties count it."""
+        if not 0 <= token < self.vocab_size:
+            raise ValueError(f"token must be in [0, {self.vocab_size}), not {token}")
+        if self.slots is not None:
+            self.count(token, 1)
+        self.row.position += 1
+
+    @property
+    def position(self):
+        return self.row.position
+
+    @property
+    def ok(self):
+        return self.row.status == ROW_OK
+
+    @property
+    def token(self):
+        return self.row.token
+
+    @property
+    def logprob(self):
+        return self.row.logprob
+
+    @property
+    def rank(self):
+        return self.row.rank
+
+    @property
+    def top(self):
+        return [(self.row.top_ids[i], self.row.top_logprobs[i]) for i in range(self.row.n_top)]
+
+
+@cython.final
+cdef class Sampler:
+    """Draws one token for each of many rows in one call without the GIL. Holds the work space, so one call at a time.
+
+    Allocates 40 bytes per vocabulary entry.
+    """
+
+    def __cinit__(self, int64_t vocab_size):
+        if not 1 <= vocab_size < 2**31:
+            raise ValueError(f"vocab_size must be in [1, {2**31}), not {vocab_size}")
+        self.vocab_size = vocab_size
+        self.n_threads = 1
+        self.scratch = <Scratch *>allocate(sizeof(Scratch))
+        cdef Scratch *s = self.scratch
+        s.logits = <float *>allocate(vocab_size * sizeof(float))
+        s.weights = <float *>allocate(vocab_size * sizeof(float))
+        s.sorted_logits = <float *>allocate(vocab_size * sizeof(float))
+        s.sorted_weights = <float *>allocate(vocab_size * sizeof(float))
+        s.cumulative = <double *>allocate(vocab_size * sizeof(double))
+        s.candidates = <uint64_t *>allocate(vocab_size * sizeof(uint64_t))
+        s.swap = <uint64_t *>allocate(vocab_size * sizeof(uint64_t))
+
+    def __dealloc__(self):
+        if self.scratch != NULL:
+            free(self.scratch.logits)
+            free(self.scratch.weights)
+            free(self.scratch.sorted_logits)
+            free(self.scratch.sorted_weights)
+            free(self.scratch.cumulative)
+            free(self.scratch.candidates)
+            free(self.scratch.swap)
+            free(self.scratch)
+
+    cdef int open(self, logits, Py_buffer *view) except -1:
+        """Acquire a C-contiguous float32 [m, >= vocab_size] buffer."""
+        PyObject_GetBuffer(logits, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
+        if view.ndim != 2 or view.format[0] != c'f' or view.shape[1] < self.vocab_size:
+            PyBuffer_Release(view)
+            raise ValueError(f"logits must be float32 [m, n >= {self.vocab_size}] in C order")
+        return 0
+
+    def sample(self, logits, states, rows):
+        """Draw a token for each state from its row of logits; results are left in the states (see SamplingState).
+
+        logits: float32 [m, n >= vocab_size], C order, not changed; columns behind vocab_size are not read.
+        states: SamplingStates, each at most once; rows: the row of each, repeats allowed. Releases the GIL.
+        """
+        cdef Py_buffer view
+        cdef Row **todo
+        cdef const float **sources
+        cdef int64_t n = len(states), i, row
+        if len(rows) != n:
+            raise ValueError(f"rows must name one row per state, not {len(rows)} for {n}")
+        self.open(logits, &view)
+        todo = <Row **>malloc((n + 1) * sizeof(Row *))
+        sources = <const float **>malloc((n + 1) * sizeof(float *))
+        try:
+            if todo == NULL or sources == NULL:
+                raise MemoryError("sampler rows")
+            for i in range(n):
+                row = rows[i]
+                if not 0 <= row < view.shape[0]:
+                    raise ValueError(f"rows must be in [0, {view.shape[0]}), not {row}")
+                if (<SamplingState?>states[i]).vocab_size != self.vocab_size:
+                    raise ValueError(f"states must be made for vocab_size {self.vocab_size}")
+                todo[i] = &(<SamplingState>states[i]).row
+                sources[i] = <const float *>view.buf + row * view.shape[1]
+            with nogil:
+                for i in range(n):
+                    sample_row(todo[i], self.scratch, sources[i], self.vocab_size)
+        finally:
+            free(todo)
+            free(sources)
+            PyBuffer_Release(&view)
+
+    def score(self, logits, rows, targets, int64_t n_logprobs):
+        """What each target token's raw logits say: a list of (logprob, rank, [(id, logprob) of the n_logprobs best]),
+        or None for a row that holds NaN or +inf. Arguments as in sample(); releases the GIL row by row."""
+        cdef Py_buffer view
+        cdef SamplingState state = SamplingState(self.vocab_size, logprobs=n_logprobs)
+        cdef const float *x
+        cdef int32_t token
+        cdef int64_t row
+        cdef bint usable
+        found = []
+        self.open(logits, &view)
+        try:
+            for row, token in zip(rows, targets, strict=True):
+                if not 0 <= row < view.shape[0]:
+                    raise ValueError(f"rows must be in [0, {view.shape[0]}), not {row}")
+                if not 0 <= token < self.vocab_size:
+                    raise ValueError(f"targets must be in [0, {self.vocab_size}), not {token}")
+                x = <const float *>view.buf + row * view.shape[1]
+                with nogil:
+                    usable = not pkv_row_is_bad(x, self.vocab_size)
+                    if usable:
+                        state.row.n_top = 0
+                        report(&state.row, self.scratch, x, self.vocab_size, token, kern.vmax(x, self.vocab_size), 0)
+                found.append((state.logprob, state.rank, state.top) if usable else None)
+        finally:
+            PyBuffer_Release(&view)
+        return found
