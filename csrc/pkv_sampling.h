@@ -6,22 +6,6 @@
 #include <stdint.h>
 #include <string.h>
 
-/* 1 if any of x[n] is NaN or +inf; -inf is a legal logit of weight zero. */
-static inline int pkv_row_is_bad(const float *x, int64_t n)
-{
-    int32_t bad[16] = {0};
-    int64_t i = 0;
-    int any = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int j = 0; j < 16; j++)
-            bad[j] |= !(x[i + j] <= FLT_MAX);
-    for (; i < n; i++)
-        any |= !(x[i] <= FLT_MAX);
-    for (int j = 0; j < 16; j++)
-        any |= bad[j];
-    return any;
-}
-
 /* 64-bit sort key: ascending keys are (logit descending, id ascending); -0 and +0 tie. */
 static inline uint64_t pkv_candidate(float x, int64_t id)
 {

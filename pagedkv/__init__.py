@@ -2,9 +2,17 @@
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # name -> module that defines it
 EXPORTS = {
+    "LLM": "pagedkv.llm",
+    "LLMEngine": "pagedkv.engine.engine",
+    "SamplingParams": "pagedkv.engine.params",
+    "RequestOutput": "pagedkv.engine.outputs",
+    "CompletionOutput": "pagedkv.engine.outputs",
+    "Logprob": "pagedkv.engine.outputs",
+    "PagedKVCache": "pagedkv.core.kvcache",
     "Arena": "pagedkv.core.arena",
     "BadInput": "pagedkv.core.errors",
     "NotFound": "pagedkv.core.errors",
@@ -16,9 +24,31 @@ EXPORTS = {
     "Tampered": "pagedkv.core.errors",
     "Verdict": "pagedkv.core.errors",
     "Violation": "pagedkv.core.check",
+    "ModelError": "pagedkv.models.errors",
 }
 
 __all__ = [*EXPORTS, "get_include"]
+
+if TYPE_CHECKING:
+    from pagedkv.core.arena import Arena as Arena
+    from pagedkv.core.check import Violation as Violation
+    from pagedkv.core.errors import BadInput as BadInput
+    from pagedkv.core.errors import NotFound as NotFound
+    from pagedkv.core.errors import PagedKVError as PagedKVError
+    from pagedkv.core.errors import PoolExhausted as PoolExhausted
+    from pagedkv.core.errors import SequenceFull as SequenceFull
+    from pagedkv.core.errors import Tampered as Tampered
+    from pagedkv.core.errors import Verdict as Verdict
+    from pagedkv.core.kvcache import PagedKVCache as PagedKVCache
+    from pagedkv.core.prefix import PrefixIndex as PrefixIndex
+    from pagedkv.core.sequence import Sequence as Sequence
+    from pagedkv.engine.engine import LLMEngine as LLMEngine
+    from pagedkv.engine.outputs import CompletionOutput as CompletionOutput
+    from pagedkv.engine.outputs import Logprob as Logprob
+    from pagedkv.engine.outputs import RequestOutput as RequestOutput
+    from pagedkv.engine.params import SamplingParams as SamplingParams
+    from pagedkv.llm import LLM as LLM
+    from pagedkv.models.errors import ModelError as ModelError
 
 
 def get_include() -> str:
@@ -26,7 +56,7 @@ def get_include() -> str:
     return str(Path(__file__).parent / "include")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     module = EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'pagedkv' has no attribute '{name}'")

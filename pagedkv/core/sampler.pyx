@@ -22,7 +22,6 @@ cdef extern from "<float.h>":
     const float FLT_MAX
 
 cdef extern from "pkv_sampling.h" nogil:
-    int pkv_row_is_bad(const float *x, int64_t n) noexcept
     int64_t pkv_gather_band(uint64_t *out, const float *x, int64_t n, float low, float high) noexcept
     void pkv_sort_candidates(uint64_t *a, uint64_t *swap, int64_t n) noexcept
     int64_t pkv_rank(const float *x, int64_t n, int64_t token) noexcept
@@ -68,7 +67,7 @@ cdef int32_t draw(Row *row, Scratch *s, const float *x, int64_t n, float top, fl
     for band in range(3):
         fresh = found
         found = next_band(s, x, n, found, band, top, row.inv_temperature)
-        if limited:
+        if limited and found > fresh:
             for i in range(fresh, found):
                 s.sorted_logits[i] = x[<uint32_t>s.candidates[i]]
             kern.softmax(s.sorted_weights + fresh, s.sorted_logits + fresh, found - fresh, top, row.inv_temperature)
@@ -154,16 +153,14 @@ cdef void sample_row(Row *row, Scratch *s, const float *x, int64_t n) noexcept n
     cdef int32_t token
     row.status = ROW_NOT_FINITE
     row.n_top = 0
-    if pkv_row_is_bad(x, n):
-        return
     raw_top = kern.vmax(x, n)
+    if not raw_top <= FLT_MAX:
+        return
     top = raw_top
     if adjust(row, s, x, n):
         y = s.logits
-        if pkv_row_is_bad(y, n):
-            return
         top = kern.vmax(y, n)
-    if top < -FLT_MAX:
+    if not -FLT_MAX <= top <= FLT_MAX:
         return
     if row.inv_temperature == 0:
         token = <int32_t>kern.argmax(y, n)
@@ -398,6 +395,7 @@ cdef class Sampler:
         cdef int32_t token
         cdef int64_t row
         cdef bint usable
+        cdef float top
         found = []
         self.open(logits, &view)
         try:
@@ -408,10 +406,11 @@ cdef class Sampler:
                     raise ValueError(f"targets must be in [0, {self.vocab_size}), not {token}")
                 x = <const float *>view.buf + row * view.shape[1]
                 with nogil:
-                    usable = not pkv_row_is_bad(x, self.vocab_size)
+                    top = kern.vmax(x, self.vocab_size)
+                    usable = -FLT_MAX <= top <= FLT_MAX
                     if usable:
                         state.row.n_top = 0
-                        report(&state.row, self.scratch, x, self.vocab_size, token, kern.vmax(x, self.vocab_size), 0)
+                        report(&state.row, self.scratch, x, self.vocab_size, token, top, 0)
                 found.append((state.logprob, state.rank, state.top) if usable else None)
         finally:
             PyBuffer_Release(&view)

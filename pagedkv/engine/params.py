@@ -18,8 +18,8 @@ class SamplingParams:
     """How to sample and when to stop; immutable, checked when made.
 
     Order of operations on a row of logits: logit_bias is added; repetition, frequency and presence penalties; stop ids
-    are banned below min_tokens; temperature; then candidates in the order (logit descending, token id ascending) are cut
-    by min_p, top_k and top_p, in that order, each on what the one before left over; one is drawn.
+    are banned below min_tokens; temperature; then candidates in the order (logit descending, token id ascending) are
+    cut by min_p, top_k and top_p, in that order, each on what the one before left over; one is drawn.
 
     n: outputs per prompt, [1, 1024]. Output i equals what it would be with any other n.
     max_tokens: at most this many new tokens, >= 1; None: up to the end of the context (or of the pool).
@@ -34,7 +34,8 @@ class SamplingParams:
     ignore_eos: the model's own stop ids do not stop.
     logprobs: report this many best tokens beside the chosen one, [0, 1024]; None reports none.
     prompt_logprobs: the same for every prompt token but the first.
-    presence_penalty, frequency_penalty: [-2, 2], over the output. repetition_penalty: [0.01, 100], over prompt and output.
+    presence_penalty, frequency_penalty: [-2, 2], over the output.
+    repetition_penalty: [0.01, 100], over prompt and output.
     logit_bias: token id -> [-100, 100].
     skip_special_tokens: leave special tokens out of the text.
 

@@ -1,0 +1,163 @@
+"""Random traffic over a tiny pool: every output equals its solo run and no page is ever lost or written twice.
+
+A failure prints the seed; `PAGEDKV_SIM_SEED=<seed>` replays it and `PAGEDKV_SIM_RUNS=<n>` runs more.
+"""
+
+import os
+import random
+
+import pytest
+from fakes import FakeKV, fake_model
+from reference import expected_output
+
+from pagedkv.engine.engine import LLMEngine
+from pagedkv.engine.params import SamplingParams
+
+RUNS = int(os.environ.get("PAGEDKV_SIM_RUNS", "120"))
+SEEDS = [int(os.environ["PAGEDKV_SIM_SEED"])] if "PAGEDKV_SIM_SEED" in os.environ else list(range(RUNS))
+
+
+def random_params(rng):
+    maybe = lambda chance, value, default: value if rng.random() < chance else default  # noqa: E731
+    max_tokens = rng.randint(1, 20)
+    return SamplingParams(
+        n=maybe(0.3, rng.randint(2, 4), 1),
+        max_tokens=max_tokens,
+        min_tokens=maybe(0.3, rng.randint(0, max_tokens), 0),
+        temperature=rng.choice([0, 0.7, 1.0, 2.0]),
+        top_k=maybe(0.3, rng.randint(1, 70), 0),
+        top_p=maybe(0.3, 0.8, 1.0),
+        min_p=maybe(0.2, 0.05, 0.0),
+        seed=rng.randint(0, 2**64 - 1),
+        stop=maybe(0.4, rng.sample(["a", "ab", "bc", "q1", "é", "xyz", "b q"], rng.randint(1, 3)), None),
+        stop_token_ids=maybe(0.3, [rng.randint(0, 60)], None),
+        ignore_eos=rng.random() < 0.3,
+        logprobs=maybe(0.5, rng.randint(0, 3), None),
+        prompt_logprobs=maybe(0.2, rng.randint(0, 2), None),
+        presence_penalty=maybe(0.2, 0.5, 0.0),
+        frequency_penalty=maybe(0.2, 0.3, 0.0),
+        repetition_penalty=maybe(0.2, 1.3, 1.0),
+        logit_bias=maybe(0.2, {rng.randint(0, 60): 3.0}, None),
+        skip_special_tokens=rng.random() < 0.7,
+    )
+
+
+class Traffic:
+    """One run: its engine, what was asked and what came out so far."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.page_tokens = self.rng.choice([1, 3, 4, 16])
+        self.context = self.rng.choice([40, 64])
+        enough = -(-self.context // self.page_tokens)
+        self.kv = FakeKV(self.rng.choice([enough, enough + 1, 2 * enough, 5 * enough]), self.page_tokens)
+        self.model = fake_model(context_length=self.context)
+        self.budget = self.rng.choice([1, 2, 5, 16, 512])
+        self.max_num_seqs = self.rng.choice([1, 2, 5, 64])
+        self.engine = LLMEngine(
+            self.model,
+            self.kv,
+            max_model_len=self.context,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget,
+        )
+        self.common = [self.rng.randint(1, 60) for _ in range(12)]
+        self.asked, self.seen, self.done, self.aborted = {}, {}, {}, set()
+
+    def submit(self):
+        rng = self.rng
+        prompt = self.common[: rng.randint(0, 12)] + [rng.randint(1, 60) for _ in range(rng.randint(1, 14))]
+        params = random_params(rng)
+        request_id = self.engine.add_request(prompt, params, priority=rng.choice([0, 0, 0, 1, -1]))
+        self.asked[request_id] = (prompt, params)
+
+    def abort(self):
+        request_id = self.rng.choice([*self.asked, "unknown"])
+        alive = request_id in self.asked and request_id not in self.done and request_id not in self.aborted
+        assert self.engine.abort(request_id) is alive
+        if alive:
+            self.aborted.add(request_id)
+            assert self.engine.abort(request_id) is False
+
+    def step(self):
+        n_before = len(self.model.forward.steps)
+        for output in self.engine.step():
+            assert output.request_id not in self.done, "an output after the last one"
+            before = self.seen.get(output.request_id)
+            if before is not None:
+                for old, new in zip(before.outputs, output.outputs, strict=True):
+                    assert new.token_ids[: len(old.token_ids)] == old.token_ids
+                    assert new.text.startswith(old.text)
+                    assert old.finish_reason is None or new == old
+            self.seen[output.request_id] = output
+            if output.finished:
+                self.done[output.request_id] = output
+        for q_lens in self.model.forward.steps[n_before:]:
+            assert sum(q_lens) <= self.budget and len(q_lens) <= self.max_num_seqs
+        self.check_conservation()
+
+    def check_conservation(self):
+        scheduler = self.engine.scheduler
+        assert self.kv.check() == []
+        stats = self.engine.stats()
+        assert stats["pages_free"] + stats["pages_cached"] + stats["pages_in_use"] == self.kv.n_pages
+        assert {branch.seq for branch in scheduler.running} == self.kv.live
+        assert len(self.kv.live) == len(scheduler.running) <= self.max_num_seqs
+        assert all(branch.seq is None for branch in scheduler.waiting)
+        for queue in (scheduler.running, scheduler.waiting):
+            assert [b.key for b in queue] == sorted(b.key for b in queue)
+        for branch in scheduler.running:
+            assert branch.finish_reason is None and branch.n_pending >= 1
+
+    def check_outputs(self):
+        assert set(self.done) == set(self.asked)
+        assert self.kv.n_free == self.kv.n_pages and not self.engine.has_unfinished()
+        for request_id, (prompt, params) in self.asked.items():
+            output = self.done[request_id]
+            assert output.prompt_token_ids == prompt and len(output.outputs) == params.n
+            for got in output.outputs:
+                expected = expected_output(self.model, prompt, params, got.index, self.context)
+                if request_id in self.aborted:
+                    assert got.finish_reason == "abort" or got.token_ids == expected.token_ids
+                    assert got.token_ids == expected.token_ids[: len(got.token_ids)]
+                    continue
+                assert (got.token_ids, got.text) == (expected.token_ids, expected.text)
+                assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
+                assert got.cumulative_logprob == sum(expected.logprobs)
+                if params.logprobs is not None:
+                    values = [entry[token] for entry, token in zip(got.logprobs, got.token_ids, strict=True)]
+                    assert values == expected.logprobs
+                    assert all(params.logprobs <= len(entry) <= params.logprobs + 1 for entry in got.logprobs)
+            if params.prompt_logprobs is not None and request_id not in self.aborted:
+                assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_traffic(seed):
+    traffic = Traffic(seed)
+    to_come = traffic.rng.randint(3, 14)
+    for _ in range(5000):
+        while to_come and traffic.rng.random() < 0.4:
+            traffic.submit()
+            to_come -= 1
+        if traffic.asked and traffic.rng.random() < 0.04:
+            traffic.abort()
+            traffic.check_conservation()
+        if not to_come and not traffic.engine.has_unfinished():
+            break
+        traffic.step()
+    traffic.check_outputs()
+
+
+def test_the_runs_reach_what_they_are_for():
+    """The pools are small enough to preempt, the chunks small enough to split, and forks do share pages."""
+    preemptions, shared = 0, False
+    for seed in range(25):
+        traffic = Traffic(seed)
+        for _ in range(10):
+            traffic.submit()
+        while traffic.engine.has_unfinished():
+            traffic.step()
+            shared |= any(count > 1 for count in traffic.kv.refs)
+        preemptions += traffic.engine.stats()["preemptions"]
+    assert preemptions > 20 and shared
