@@ -16,7 +16,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from pagedkv.core._kernels cimport kern, pkv_log
+from pagedkv.core._kernels cimport kern, log_double
 
 cdef extern from "<float.h>":
     const float FLT_MAX
@@ -130,7 +130,7 @@ cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token,
     cdef int band
     if weight_sum == 0:
         weight_sum = kern.softmax(s.weights, x, n, top, 1)
-    base = <double>top + pkv_log(weight_sum)
+    base = <double>top + log_double(weight_sum)
     row.token = token
     row.logprob = <float>(<double>x[token] - base)
     if row.n_logprobs < 0:

@@ -1,6 +1,7 @@
 """The engine: requests in, one batched forward per step, outputs out."""
 
 import functools
+import itertools
 import secrets
 import threading
 from collections import deque
@@ -184,8 +185,9 @@ class LLMEngine:
         capacity = self._refuse_unfit(len(ids), params.max_tokens)
         with self._lock:
             if request_id is None:
-                request_id = f"request-{self._n_added}"
-            if not isinstance(request_id, str) or request_id in self._requests:
+                names = (f"request-{i}" for i in itertools.count(self._n_added))
+                request_id = next(name for name in names if name not in self._requests and name not in self._mailboxes)
+            elif not isinstance(request_id, str) or request_id in self._requests or request_id in self._mailboxes:
                 raise refuse("request_id", request_id, "a text that no unfinished request has")
             stop_ids = frozenset(params.stop_token_ids or ()) | (
                 frozenset() if params.ignore_eos else frozenset(self.model.config.stop_token_ids)
@@ -267,7 +269,7 @@ class LLMEngine:
                 f"prompt of {n_prompt} tokens with {new} new ones needs room for {needed} tokens; "
                 f"the pool holds {room} ({self.kv.n_pages} pages of {self.kv.page_tokens})"
             )
-        return min(self.max_model_len, room)
+        return min(self.max_model_len, room + 1)
 
     # One step
 
