@@ -1,5 +1,6 @@
 """LLM: a model, its cache and its engine behind one object."""
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .core.kvcache import PagedKVCache
+from .core.kvcache import FORMATS, PAGE_TOKENS, PagedKVCache, tile_bytes
 from .engine.checks import INT32_MAX, check_bool, check_choice, check_int, parse_bytes, refuse
 from .engine.engine import LLMEngine, Prompt
 from .engine.memory import DEFAULT_SHARE, available_memory
@@ -15,8 +16,6 @@ from .engine.outputs import RequestOutput
 from .engine.params import SamplingParams
 from .models.loader import load_model
 
-KV_FORMATS = ("f32", "f16", "int8")
-ACTIVATIONS = ("int8", "int12")
 Message = Mapping[str, Any]
 
 
@@ -64,7 +63,7 @@ class LLM:
     threads: worker threads, None: what the machine grants. kv_format: "f32", "f16" or "int8".
     kv_memory: bound of the KV pool, bytes or a text such as "512MiB"; kv_pages: the same in pages; give at most one.
     Neither: a quarter of the available memory, and no more than max_num_seqs whole contexts. Address space is reserved,
-    memory is taken as pages are first used. page_tokens: tokens per page, a multiple of 16 up to 256.
+    memory is taken as pages are first used. page_tokens: tokens per page: 16, 32, 64, 128 or 256.
     max_model_len: tokens of prompt and output together, None: the model's context. max_num_seqs: outputs computed at a
     time. max_num_batched_tokens: tokens computed in one step, decodes first. enable_prefix_caching: reuse the pages of
     equal prompt beginnings. quantization: weight type to convert float weights to, None: as in the file.
@@ -94,37 +93,42 @@ class LLM:
             raise refuse("model", model, "a catalogue name, a .gguf file or a model directory")
         if threads is not None:
             check_int("threads", threads, 1, 1024)
-        check_choice("kv_format", kv_format, KV_FORMATS)
+        check_choice("kv_format", kv_format, FORMATS)
         if kv_memory is not None and kv_pages is not None:
             raise ValueError("kv_memory and kv_pages both bound the pool: give one of them")
         memory = None if kv_memory is None else parse_bytes("kv_memory", kv_memory)
         if kv_pages is not None:
             check_int("kv_pages", kv_pages, 1)
-        if check_int("page_tokens", page_tokens, 16, 256) % 16:
-            raise refuse("page_tokens", page_tokens, "a multiple of 16 in [16, 256]")
+        if isinstance(page_tokens, bool) or page_tokens not in PAGE_TOKENS:
+            raise refuse("page_tokens", page_tokens, "one of " + ", ".join(map(str, PAGE_TOKENS)))
         if max_model_len is not None:
             check_int("max_model_len", max_model_len, 1)
         check_int("max_num_seqs", max_num_seqs, 1, 65536)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1, 1 << 20)
         check_bool("enable_prefix_caching", enable_prefix_caching)
-        check_choice("activations", activations, ACTIVATIONS)
 
         self._closed = False
-        self.model = load_model(str(model), threads=threads, quantization=quantization, activations=activations)
+        self.model = load_model(
+            model,
+            threads=threads,
+            quantization=quantization,
+            activations=activations,
+            progress=sys.stderr.isatty(),
+        )
         try:
             config = self.model.config
             context = config.context_length
             length = context if max_model_len is None else check_int("max_model_len", max_model_len, 1, context)
             shape = (config.n_layers, config.n_kv_heads, config.head_dim)
             if kv_pages is None:
-                page_bytes = PagedKVCache(*shape, n_pages=1, format=kv_format, page_tokens=page_tokens).page_bytes
+                page_bytes = config.n_layers * config.n_kv_heads * tile_bytes(kv_format, config.head_dim, page_tokens)
                 kv_pages = _pool_pages(memory, page_bytes, max_num_seqs * -(-length // page_tokens))
             self.kv = PagedKVCache(
                 *shape,
                 n_pages=kv_pages,
                 format=kv_format,
                 page_tokens=page_tokens,
-                max_pages=min(kv_pages, -(-length // page_tokens)),
+                threads=self.model.forward.pool,
             )
             self.engine = LLMEngine(
                 self.model,
@@ -155,7 +159,7 @@ class LLM:
         A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}; one params object for all or one each.
         Raises ValueError before anything is computed if any prompt is refused. Blocks; releases the GIL in each step.
         """
-        todo = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        todo: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = self._params_for(todo, sampling_params)
         boxes: list[tuple[str, deque[RequestOutput]]] = []
         try:

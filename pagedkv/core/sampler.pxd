@@ -1,5 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
+from pagedkv.core._kernels cimport ThreadPool
+
 
 cdef enum RowStatus:
     ROW_OK = 0
@@ -50,8 +52,19 @@ cdef class SamplingState:
     cdef int count(self, int32_t token, int32_t times) except -1
 
 
+cdef struct SampleJob:
+    # One call of Sampler.sample for the threads of a pool.
+    Row **rows
+    const float **logits
+    Scratch *scratch        # [n_threads]
+    int64_t n_rows, vocab_size
+    int64_t next_row        # claimed atomically
+    int n_threads
+
+
 cdef class Sampler:
-    cdef Scratch *scratch
+    cdef ThreadPool pool
+    cdef Scratch *scratch   # [n_threads]
     cdef readonly int64_t vocab_size
-    cdef readonly int64_t n_threads
+    cdef readonly int n_threads
     cdef int open(self, logits, Py_buffer *view) except -1

@@ -16,7 +16,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from pagedkv.core._kernels cimport kern, log_double
+from pagedkv.core._kernels cimport ThreadPool, claim, kern, log_double, pool_run
 
 cdef extern from "<float.h>":
     const float FLT_MAX
@@ -26,6 +26,9 @@ cdef extern from "pkv_sampling.h" nogil:
     void pkv_sort_candidates(uint64_t *a, uint64_t *swap, int64_t n) noexcept
     int64_t pkv_rank(const float *x, int64_t n, int64_t token) noexcept
     void pkv_philox(uint32_t *counter, uint32_t k0, uint32_t k1) noexcept
+
+
+cdef int MAX_THREADS = 8
 
 
 cdef double uniform(uint64_t seed, uint32_t index, uint32_t position) noexcept nogil:
@@ -172,6 +175,18 @@ cdef void sample_row(Row *row, Scratch *s, const float *x, int64_t n) noexcept n
     report(row, s, x, n, token, raw_top, weight_sum)
 
 
+cdef void sample_rows(void *arg, int thread, int n_threads) noexcept nogil:
+    """Job of a thread pool: rows one by one, until none is left to claim."""
+    cdef SampleJob *job = <SampleJob *>arg
+    cdef int64_t stop = 0, i
+    if thread >= job.n_threads:
+        return
+    i = claim(&job.next_row, job.n_rows, 1, &stop)
+    while i < job.n_rows:
+        sample_row(job.rows[i], job.scratch + thread, job.logits[i], job.vocab_size)
+        i = claim(&job.next_row, job.n_rows, 1, &stop)
+
+
 def philox4x32(counter, key):
     """One block of Philox 4x32-10: four 32-bit words from a counter of four and a key of two (as sequences of int)."""
     cdef uint32_t block[4]
@@ -315,33 +330,40 @@ cdef class SamplingState:
 cdef class Sampler:
     """Draws one token for each of many rows in one call without the GIL. Holds the work space, so one call at a time.
 
-    Allocates 40 bytes per vocabulary entry.
+    pool: a ThreadPool to share rows among (at most 8 of its threads), None: the caller alone. Which thread draws a row
+    never changes it. Reserves 40 bytes per vocabulary entry and thread. Raises ValueError for a bad size, MemoryError.
     """
 
-    def __cinit__(self, int64_t vocab_size):
+    def __cinit__(self, int64_t vocab_size, ThreadPool pool=None):
+        cdef Scratch *s
         if not 1 <= vocab_size < 2**31:
             raise ValueError(f"vocab_size must be in [1, {2**31}), not {vocab_size}")
         self.vocab_size = vocab_size
-        self.n_threads = 1
-        self.scratch = <Scratch *>allocate(sizeof(Scratch))
-        cdef Scratch *s = self.scratch
-        s.logits = <float *>allocate(vocab_size * sizeof(float))
-        s.weights = <float *>allocate(vocab_size * sizeof(float))
-        s.sorted_logits = <float *>allocate(vocab_size * sizeof(float))
-        s.sorted_weights = <float *>allocate(vocab_size * sizeof(float))
-        s.cumulative = <double *>allocate(vocab_size * sizeof(double))
-        s.candidates = <uint64_t *>allocate(vocab_size * sizeof(uint64_t))
-        s.swap = <uint64_t *>allocate(vocab_size * sizeof(uint64_t))
+        self.pool = pool
+        self.n_threads = 1 if pool is None else min(MAX_THREADS, pool.n_threads)
+        self.scratch = <Scratch *>allocate(self.n_threads * sizeof(Scratch))
+        for i in range(self.n_threads):
+            s = self.scratch + <int>i
+            s.logits = <float *>allocate(vocab_size * sizeof(float))
+            s.weights = <float *>allocate(vocab_size * sizeof(float))
+            s.sorted_logits = <float *>allocate(vocab_size * sizeof(float))
+            s.sorted_weights = <float *>allocate(vocab_size * sizeof(float))
+            s.cumulative = <double *>allocate(vocab_size * sizeof(double))
+            s.candidates = <uint64_t *>allocate(vocab_size * sizeof(uint64_t))
+            s.swap = <uint64_t *>allocate(vocab_size * sizeof(uint64_t))
 
     def __dealloc__(self):
+        cdef Scratch *s
         if self.scratch != NULL:
-            free(self.scratch.logits)
-            free(self.scratch.weights)
-            free(self.scratch.sorted_logits)
-            free(self.scratch.sorted_weights)
-            free(self.scratch.cumulative)
-            free(self.scratch.candidates)
-            free(self.scratch.swap)
+            for i in range(self.n_threads):
+                s = self.scratch + <int>i
+                free(s.logits)
+                free(s.weights)
+                free(s.sorted_logits)
+                free(s.sorted_weights)
+                free(s.cumulative)
+                free(s.candidates)
+                free(s.swap)
             free(self.scratch)
 
     cdef int open(self, logits, Py_buffer *view) except -1:
@@ -362,6 +384,7 @@ cdef class Sampler:
         cdef Row **todo
         cdef const float **sources
         cdef int64_t n = len(states), i, row
+        cdef SampleJob job
         if len(rows) != n:
             raise ValueError(f"rows must name one row per state, not {len(rows)} for {n}")
         self.open(logits, &view)
@@ -378,9 +401,11 @@ cdef class Sampler:
                     raise ValueError(f"states must be made for vocab_size {self.vocab_size}")
                 todo[i] = &(<SamplingState>states[i]).row
                 sources[i] = <const float *>view.buf + row * view.shape[1]
+            job.rows, job.logits, job.scratch, job.n_threads = todo, sources, self.scratch, self.n_threads
+            job.n_rows, job.vocab_size, job.next_row = n, self.vocab_size, 0
             with nogil:
-                for i in range(n):
-                    sample_row(todo[i], self.scratch, sources[i], self.vocab_size)
+                if n < 2 or self.n_threads == 1 or pool_run(self.pool.ptr, &sample_rows, &job):
+                    sample_rows(&job, 0, 1)
         finally:
             free(todo)
             free(sources)

@@ -24,7 +24,7 @@ def refuse(field: str, value: Any, allowed: str) -> ValueError:
 
 def check_int(field: str, value: Any, low: int, high: int = INT32_MAX) -> int:
     """`value` as an int in [low, high]; bool and float are refused."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise refuse(field, value, f"an integer in [{low}, {high}]")
     return int(value)
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import secrets
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from ..models.streaming import StreamDecoder
 from .checks import INT32_MAX, check_int, refuse
 from .outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from .params import SamplingParams
+from .prefix import PrefixCache
 from .request import Branch, Request
 from .scheduler import Chunk, Scheduler
 from .text import OutputText
@@ -44,8 +46,13 @@ class LLMEngine:
         self.model = model
         self.kv = kv
         self.max_model_len = max_model_len
-        self.scheduler = Scheduler(kv, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self._sampler = Sampler(model.forward.vocab_size)
+        self.scheduler = Scheduler(
+            kv,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix=PrefixCache(kv, model.forward.vocab_size) if enable_prefix_caching else None,
+        )
+        self._sampler = Sampler(model.forward.vocab_size, getattr(model.forward, "pool", None))
         self._logits = np.empty((0, model.forward.vocab_padded), np.float32)
         self._requests: dict[str, Request] = {}
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
@@ -66,7 +73,8 @@ class LLMEngine:
     ) -> str:
         """Queue a request; returns its id (a fresh one if None is given). Computes nothing.
 
-        prompt: a text, token ids, or a mapping with "prompt_token_ids" or "prompt". Lower priorities run first.
+        prompt: a text, token ids, or a mapping with "prompt_token_ids" or "prompt"; with "cache_salt" in it, a text,
+        its cached pages are only found by prompts of equal salt. Lower priorities run first.
         Raises ValueError for an empty prompt, ids outside the vocabulary, an id already in use, a prompt longer than
         the context, or a request that could never fit the pool, with the numbers.
         """
@@ -103,13 +111,13 @@ class LLMEngine:
         return {
             "pages_total": kv.n_pages,
             "pages_free": kv.n_free,
-            "pages_cached": kv.n_pages - kv.n_free - kv.n_in_use,
+            "pages_cached": kv.n_cached,
             "pages_in_use": kv.n_in_use,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.n_preemptions,
-            "prefix_hit_tokens": scheduler.prefix.n_hit_tokens,
-            "prefix_query_tokens": scheduler.prefix.n_query_tokens,
+            "prefix_hit_tokens": scheduler.n_prefix_hit_tokens,
+            "prefix_query_tokens": scheduler.n_prefix_query_tokens,
             "steps": scheduler.n_steps,
             "isa": self.model.forward.isa,
             "threads": self.model.forward.n_threads,
@@ -182,6 +190,9 @@ class LLMEngine:
             raise refuse("params", params, "a SamplingParams")
         check_int("priority", priority, -INT32_MAX)
         text, ids = self._tokens_of(prompt)
+        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        if not isinstance(salt, str):
+            raise refuse("cache_salt", salt, "a text")
         capacity = self._refuse_unfit(len(ids), params.max_tokens)
         with self._lock:
             if request_id is None:
@@ -201,6 +212,7 @@ class LLMEngine:
                 stop_ids=stop_ids,
                 priority=int(priority),
                 arrival=self._n_added,
+                salt=salt,
                 final_only=final_only,
             )
             request.branches = self._branches(request)
@@ -295,7 +307,7 @@ class LLMEngine:
 
     def _compute(self, chunks: list[Chunk], begun: set[Request]) -> None:
         """Forward, sample and hand out. `begun` holds a request while its state changes."""
-        token_ids: list[int] = []
+        token_ids = array("i")
         wanted: list[int] = []  # rows of token_ids whose logits are wanted
         scored: dict[Request, list[tuple[int, int]]] = {}  # prompt position, row of the logits
         drawn: dict[Request, list[Branch]] = {}
@@ -342,7 +354,7 @@ class LLMEngine:
         return self._logits[:n]
 
     def _forward(
-        self, seqs: list[Any], token_ids: list[int], q_lens: list[int], rows: Iterable[int], logits: np.ndarray
+        self, seqs: list[Any], token_ids: Sequence[int], q_lens: list[int], rows: Iterable[int], logits: np.ndarray
     ) -> None:
         self.model.forward.run(
             self.kv,

@@ -1,5 +1,6 @@
 """A request and its branches: everything about an output that must survive waiting, preemption and recomputation."""
 
+from array import array
 from typing import Any
 
 from .outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -64,16 +65,21 @@ class Request:
 
 
 class Branch:
-    """One of a request's outputs. `tokens` is prompt and output; `seq` holds the K/V of their first len(seq), or is
-    None while the branch waits. Everything else is independent of where and when the branch is computed."""
+    """One of a request's outputs.
+
+    `tokens` is prompt and output; `seq` holds the K/V of their first len(seq), or is None while the branch waits;
+    n_published of its pages are in the prefix cache. Everything else is independent of where and when the branch is
+    computed.
+    """
 
     def __init__(self, request: Request, index: int, state: Any, text: OutputText) -> None:
         self.request = request
         self.index = index
-        self.tokens = list(request.prompt_token_ids)
+        self.tokens = array("i", request.prompt_token_ids)
         self.state = state
         self.text = text
         self.seq: Any = None
+        self.n_published = 0
         self.last_step = 0
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         self.cumulative_logprob = 0.0
@@ -102,7 +108,7 @@ class Branch:
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
-            token_ids=self.tokens[len(self.request.prompt_token_ids) :],
+            token_ids=self.tokens[len(self.request.prompt_token_ids) :].tolist(),
             logprobs=None if self.logprobs is None else list(self.logprobs),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import PoolExhausted
-from .prefix import NoPrefixCache, PrefixCache
+from .prefix import PrefixCache
 from .request import Branch
 
 
@@ -58,11 +58,13 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_prompt_rows = max_prompt_rows
-        self.prefix = prefix or NoPrefixCache()
+        self.prefix = prefix
         self.waiting: list[Branch] = []
         self.running: list[Branch] = []
         self.n_preemptions = 0
         self.n_steps = 0
+        self.n_prefix_hit_tokens = 0
+        self.n_prefix_query_tokens = 0
         self._chunks: dict[Branch, Chunk] = {}
         self._budget = 0
         self._prompt_rows = 0
@@ -89,7 +91,8 @@ class Scheduler:
 
     def publish(self, branch: Branch) -> None:
         """Offer the branch's full pages to later prompts; call after the step that filled them."""
-        self.prefix.publish(branch)
+        if self.prefix is not None:
+            self.prefix.publish(branch)
 
     def schedule(self) -> list[Chunk]:
         """Plan one step: extends page tables, preempts and admits. Empty when nothing can be computed."""
@@ -140,30 +143,36 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self.waiting and self._budget > 0 and self._make_room(self.waiting[0]):
+        while self.waiting and self._budget > 0 and self._enter(self.waiting[0]):
             branch = self.waiting.pop(0)
-            branch.seq = self.kv.sequence()
             bisect.insort(self.running, branch, key=_key)
-            n_cached = self.prefix.attach(branch)
-            if branch.request.num_cached_tokens is None:
-                branch.request.num_cached_tokens = n_cached
             if not self._advance(branch):
                 break
 
-    def _make_room(self, branch: Branch) -> bool:
-        """Whether a slot and pages for all the branch's tokens and one more are free, beyond what running prefills
-        still have to take; branches of lower priority are preempted for it."""
-        while self.running:
-            owed = sum(
-                self._pages(len(other.tokens)) - self._pages(len(other.seq)) for other in self.running
-            )
-            needed = self._pages(len(branch.tokens) + 1)
-            if len(self.running) < self.max_num_seqs and needed + owed <= self.prefix.n_available(self.kv, branch):
-                return True
-            if self.running[-1].request.priority <= branch.request.priority:
+    def _enter(self, branch: Branch) -> bool:
+        """Give a waiting branch a page table, on a cached prefix if there is one, when a slot is free and so are pages
+        for all its tokens and one more, beyond what running prefills still have to take. Branches of lower priority are
+        preempted for it. False if it has to wait."""
+        while True:
+            if len(self.running) < self.max_num_seqs:
+                branch.seq = self.kv.sequence()
+                n_cached = 0 if self.prefix is None else self.prefix.attach(branch)
+                needed = self._pages(len(branch.tokens) + 1) - self._pages(n_cached)
+                owed = sum(self._pages(len(other.tokens)) - self._pages(len(other.seq)) for other in self.running)
+                if not self.running or needed + owed <= self.kv.n_free + self.kv.n_cached:
+                    self._count_prefix(branch, n_cached)
+                    return True
+                self._release(branch)
+            if not self.running or self.running[-1].request.priority <= branch.request.priority:
                 return False
             self._preempt(self.running[-1])
-        return True
+
+    def _count_prefix(self, branch: Branch, n_cached: int) -> None:
+        if self.prefix is not None:
+            self.n_prefix_query_tokens += len(branch.tokens)
+            self.n_prefix_hit_tokens += n_cached
+        if branch.request.num_cached_tokens is None:
+            branch.request.num_cached_tokens = n_cached
 
     def _preempt(self, branch: Branch) -> None:
         self.running.remove(branch)
@@ -179,3 +188,4 @@ class Scheduler:
         if branch.seq is not None:
             branch.seq.free()
             branch.seq = None
+            branch.n_published = 0

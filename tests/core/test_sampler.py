@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from pagedkv.core._kernels import ThreadPool
 from scipy import special, stats
 
 from pagedkv.core.sampler import Sampler, SamplingState, philox4x32
@@ -162,6 +163,15 @@ def test_rows_do_not_influence_each_other():
         assert (a.token, a.logprob, a.rank, a.top) == (b.token, b.logprob, b.rank, b.top)
 
 
+@pytest.mark.parametrize("n_threads", [2, 3, 20])
+def test_threads_share_rows_without_a_trace(n_threads):
+    logits = rows_of(13, m=40)
+    alone, shared = ([SamplingState(VOCAB, seed=i, logprobs=3, top_p=0.9) for i in range(40)] for _ in range(2))
+    Sampler(VOCAB).sample(logits, alone, range(40))
+    Sampler(VOCAB, ThreadPool(n_threads)).sample(logits, shared, range(40))
+    assert [(s.token, s.logprob, s.top) for s in alone] == [(s.token, s.logprob, s.top) for s in shared]
+
+
 def test_columns_behind_the_vocabulary_are_not_read():
     logits = rows_of(4)
     padded = np.full((1, VOCAB + 16), np.nan, np.float32)
@@ -192,7 +202,9 @@ def test_minus_infinity_is_a_ban():
     assert sample_one(logits, seed=1, top_k=5, top_p=0.5).token == 9
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.3}, {"logit_bias": {3: 50.0}}, {"temperature": 0}, {"top_k": 3}])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.3}, {"logit_bias": {3: 50.0}}, {"temperature": 0}, {"top_k": 3}]
+)
 def test_logprob_is_of_the_raw_logits(params):
     logits = rows_of(6)
     expected = special.log_softmax(logits[0].astype(np.float64))

@@ -39,6 +39,8 @@ class FakeKV:
     def n_free(self):
         return len(self.free_list)
 
+    n_cached = 0
+
     @property
     def n_in_use(self):
         return self.n_pages - len(self.free_list)
@@ -229,3 +231,37 @@ def fake_model(vocab_size=61, context_length=64, stop_token_ids=(0,), sharpness=
         forward=FakeForward(vocab_size, sharpness),
         close=lambda: None,
     )
+
+
+class PagedForward(FakeForward):
+    """The same model over a real PagedKVCache (f32, one layer, one head of 16): a cell is four 16-bit digits of K."""
+
+    def run(self, kv, seqs, token_ids, q_lens, logit_rows, logits):
+        self.steps.append([int(n) for n in q_lens])
+        wanted = {int(row): i for i, row in enumerate(logit_rows)}
+        row = 0
+        for seq, n in zip(seqs, q_lens, strict=True):
+            start = len(seq) - int(n)
+            for page in seq.page_table[start // kv.page_tokens :]:
+                assert kv.refcount(page) == 1, f"page {page} is written and held by {kv.refcount(page)} tables"
+            digits = seq.gather(0)[0][:, 0, :4]
+            fold, new = 0, np.zeros((int(n), 1, 16), np.float32)
+            for i in range(len(seq)):
+                if i >= start:
+                    cell = mix(fold ^ (int(token_ids[row]) * 1000003 + i))
+                    new[i - start, 0, :4] = [cell >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+                else:
+                    cell = sum(int(digit) << shift for digit, shift in zip(digits[i], (0, 16, 32, 48), strict=True))
+                fold = (fold * 0x100000001B3 + cell) & MASK
+                if i >= start:
+                    if row in wanted:
+                        logits[wanted[row]] = self.row(fold)
+                    row += 1
+            seq.write_kv(0, start, new, new)
+
+
+def paged_model(**settings):
+    """fake_model() computing over a PagedKVCache(1, 1, 16, format="f32", ...)."""
+    model = fake_model(**settings)
+    model.forward = PagedForward(model.forward.vocab_size, model.forward.sharpness)
+    return model

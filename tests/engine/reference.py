@@ -1,4 +1,4 @@
-"""What a request must give, worked out alone: no batch, no pages, no scheduler, the text decoded from scratch each time."""
+"""What a request must give, worked out alone: no batch, no pages, no scheduler, the text decoded afresh each time."""
 
 from dataclasses import dataclass
 

@@ -21,7 +21,8 @@ def engine():
 
 
 def make(n_pages=100, page_tokens=4, max_model_len=64, model=None, **settings):
-    return LLMEngine(model or fake_model(), FakeKV(n_pages, page_tokens), max_model_len=max_model_len, **settings)
+    settings = {"max_model_len": max_model_len, "enable_prefix_caching": False, **settings}
+    return LLMEngine(model or fake_model(), FakeKV(n_pages, page_tokens), **settings)
 
 
 def finish(engine):
@@ -122,7 +123,8 @@ def test_prompt_of_exactly_the_context_gives_one_token(engine):
 
 def test_what_never_fits_the_pool_is_refused_with_the_numbers():
     engine = make(n_pages=5)
-    with pytest.raises(ValueError, match=r"prompt of 10 tokens with 12 new .* 21 tokens; the pool holds 20 \(5 pages of 4"):
+    message = r"prompt of 10 tokens with 12 new .* 21 tokens; the pool holds 20 \(5 pages of 4"
+    with pytest.raises(ValueError, match=message):
         engine.add_request([1] * 10, SamplingParams(max_tokens=12))
     output = run_one(engine, [1] * 10, SamplingParams(max_tokens=11, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 11
@@ -217,7 +219,7 @@ def test_logprobs(engine):
         logits = engine.model.forward.solo_logits(tokens).astype(np.float64)
         expected = special.log_softmax(logits)
         order = np.argsort(-logits, kind="stable")
-        assert list(entry)[0] == token and set(entry) == {token, *order[:2].tolist()}
+        assert next(iter(entry)) == token and set(entry) == {token, *order[:2].tolist()}
         for other, value in entry.items():
             assert abs(value - expected[other]) < 1e-5
             assert value.rank == 1 + int(np.flatnonzero(order == other)[0])

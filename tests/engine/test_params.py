@@ -121,7 +121,9 @@ def test_memory_sizes(text, size):
     assert parse_bytes("kv_memory", text) == size
 
 
-@pytest.mark.parametrize("text", [0, -1, 1.5, True, None, "", "MiB", "12 parsecs", "-1GB", "1e9", "nan", 2**62, "9" * 19])
+@pytest.mark.parametrize(
+    "text", [0, -1, 1.5, True, None, "", "MiB", "12 parsecs", "-1GB", "1e9", "nan", 2**62, "9" * 19]
+)
 def test_bad_memory_sizes(text):
-    with pytest.raises(ValueError, match="^kv_memory must be bytes"):
+    with pytest.raises(ValueError, match=r"^kv_memory must be bytes"):
         parse_bytes("kv_memory", text)

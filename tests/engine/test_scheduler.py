@@ -9,7 +9,7 @@ from pagedkv.engine.params import SamplingParams
 
 def make(n_pages=100, page_tokens=4, **settings):
     kv = FakeKV(n_pages, page_tokens)
-    return LLMEngine(fake_model(stop_token_ids=()), kv, max_model_len=64, **settings)
+    return LLMEngine(fake_model(stop_token_ids=()), kv, max_model_len=64, enable_prefix_caching=False, **settings)
 
 
 def add(engine, n_prompt, max_tokens=30, **kwargs):

@@ -5,9 +5,11 @@ A failure prints the seed; `PAGEDKV_SIM_SEED=<seed>` replays it and `PAGEDKV_SIM
 
 import os
 import random
+from collections import Counter
 
 import pytest
-from fakes import FakeKV, fake_model
+from fakes import FakeKV, fake_model, paged_model
+from pagedkv.core.kvcache import PagedKVCache
 from reference import expected_output
 
 from pagedkv.engine.engine import LLMEngine
@@ -17,9 +19,9 @@ RUNS = int(os.environ.get("PAGEDKV_SIM_RUNS", "120"))
 SEEDS = [int(os.environ["PAGEDKV_SIM_SEED"])] if "PAGEDKV_SIM_SEED" in os.environ else list(range(RUNS))
 
 
-def random_params(rng):
+def random_params(rng, longest):
     maybe = lambda chance, value, default: value if rng.random() < chance else default  # noqa: E731
-    max_tokens = rng.randint(1, 20)
+    max_tokens = rng.randint(1, longest)
     return SamplingParams(
         n=maybe(0.3, rng.randint(2, 4), 1),
         max_tokens=max_tokens,
@@ -43,32 +45,44 @@ def random_params(rng):
 
 
 class Traffic:
-    """One run: its engine, what was asked and what came out so far."""
+    """One run: its engine, what was asked and what came out so far. real: over a PagedKVCache, maybe with its prefix
+    cache; otherwise over a fake one with small odd pages."""
 
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
-        self.page_tokens = self.rng.choice([1, 3, 4, 16])
-        self.context = self.rng.choice([40, 64])
+    def __init__(self, seed, real):
+        self.rng = rng = random.Random(seed)
+        self.real = real
+        self.page_tokens = 16 if real else rng.choice([1, 3, 4, 16])
+        self.context = rng.choice([100, 160]) if real else rng.choice([40, 64])
         enough = -(-self.context // self.page_tokens)
-        self.kv = FakeKV(self.rng.choice([enough, enough + 1, 2 * enough, 5 * enough]), self.page_tokens)
-        self.model = fake_model(context_length=self.context)
-        self.budget = self.rng.choice([1, 2, 5, 16, 512])
-        self.max_num_seqs = self.rng.choice([1, 2, 5, 64])
+        n_pages = rng.choice([enough, enough + 1, 2 * enough, 5 * enough])
+        if real:
+            self.kv = PagedKVCache(1, 1, 16, n_pages=n_pages, format="f32", page_tokens=16, threads=1)
+        else:
+            self.kv = FakeKV(n_pages, self.page_tokens)
+        self.model = (paged_model if real else fake_model)(context_length=self.context)
+        self.budget = rng.choice([1, 2, 5, 16, 512])
+        self.max_num_seqs = rng.choice([1, 2, 5, 64])
         self.engine = LLMEngine(
             self.model,
             self.kv,
             max_model_len=self.context,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
+            enable_prefix_caching=real and rng.random() < 0.8,
         )
-        self.common = [self.rng.randint(1, 60) for _ in range(12)]
+        self.common = [[rng.randint(1, 60) for _ in range(self.context)] for _ in range(2)]
         self.asked, self.seen, self.done, self.aborted = {}, {}, {}, set()
 
     def submit(self):
         rng = self.rng
-        prompt = self.common[: rng.randint(0, 12)] + [rng.randint(1, 60) for _ in range(rng.randint(1, 14))]
-        params = random_params(rng)
-        request_id = self.engine.add_request(prompt, params, priority=rng.choice([0, 0, 0, 1, -1]))
+        shared = rng.choice([0, 15, 16, 17, 32, 48, 60]) if self.real else rng.randint(0, 12)
+        prompt = rng.choice(self.common)[:shared] + [rng.randint(1, 60) for _ in range(rng.randint(0, 14))] or [1]
+        params = random_params(rng, 70 if self.real else 20)
+        request_id = self.engine.add_request(
+            {"prompt_token_ids": prompt, "cache_salt": rng.choice(["", "", "tenant"])},
+            params,
+            priority=rng.choice([0, 0, 0, 1, -1]),
+        )
         self.asked[request_id] = (prompt, params)
 
     def abort(self):
@@ -101,8 +115,15 @@ class Traffic:
         assert self.kv.check() == []
         stats = self.engine.stats()
         assert stats["pages_free"] + stats["pages_cached"] + stats["pages_in_use"] == self.kv.n_pages
-        assert {branch.seq for branch in scheduler.running} == self.kv.live
-        assert len(self.kv.live) == len(scheduler.running) <= self.max_num_seqs
+        assert len(scheduler.running) <= self.max_num_seqs
+        if self.real:
+            tables = [branch.seq.page_table for branch in scheduler.running]
+            held = Counter(page for table in tables for page in table)
+            assert [self.kv.refcount(page) for page in range(self.kv.n_pages)] == [
+                held[page] for page in range(self.kv.n_pages)
+            ]
+        else:
+            assert {branch.seq for branch in scheduler.running} == self.kv.live
         assert all(branch.seq is None for branch in scheduler.waiting)
         for queue in (scheduler.running, scheduler.waiting):
             assert [b.key for b in queue] == sorted(b.key for b in queue)
@@ -111,7 +132,7 @@ class Traffic:
 
     def check_outputs(self):
         assert set(self.done) == set(self.asked)
-        assert self.kv.n_free == self.kv.n_pages and not self.engine.has_unfinished()
+        assert self.kv.n_in_use == 0 and not self.engine.has_unfinished()
         for request_id, (prompt, params) in self.asked.items():
             output = self.done[request_id]
             assert output.prompt_token_ids == prompt and len(output.outputs) == params.n
@@ -132,9 +153,10 @@ class Traffic:
                 assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "paged"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_traffic(seed):
-    traffic = Traffic(seed)
+def test_random_traffic(seed, real):
+    traffic = Traffic(seed, real)
     to_come = traffic.rng.randint(3, 14)
     for _ in range(5000):
         while to_come and traffic.rng.random() < 0.4:
@@ -149,15 +171,20 @@ def test_random_traffic(seed):
     traffic.check_outputs()
 
 
-def test_the_runs_reach_what_they_are_for():
-    """The pools are small enough to preempt, the chunks small enough to split, and forks do share pages."""
-    preemptions, shared = 0, False
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "paged"])
+def test_the_runs_reach_what_they_are_for(real):
+    """The pools are small enough to preempt and to evict, forks share pages, and prefixes are found."""
+    preemptions, shared, hits, evicted = 0, False, 0, 0
     for seed in range(25):
-        traffic = Traffic(seed)
+        traffic = Traffic(seed, real)
         for _ in range(10):
             traffic.submit()
         while traffic.engine.has_unfinished():
             traffic.step()
-            shared |= any(count > 1 for count in traffic.kv.refs)
-        preemptions += traffic.engine.stats()["preemptions"]
-    assert preemptions > 20 and shared
+            shared |= any(traffic.kv.refcount(page) > 1 for page in range(traffic.kv.n_pages))
+        stats = traffic.engine.stats()
+        preemptions += stats["preemptions"]
+        hits += stats["prefix_hit_tokens"]
+        evicted += traffic.kv.stats()["num_evicted"] if real else 0
+    assert preemptions > 10 and shared
+    assert not real or (hits > 1000 and evicted > 20)
