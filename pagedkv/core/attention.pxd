@@ -1,8 +1,9 @@
-"""Paged attention for Cython: the view of a typed cache and the row function."""
+"""Paged attention for Cython: the view of a typed cache, the plan of one call, its two passes."""
 
-from libc.stdint cimport int64_t, uint8_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 
 from pagedkv.core._kernels cimport *
+from pagedkv.core.matmul cimport act_buffer
 
 # Where the tiles of a typed cache lie, and the arithmetic asked for.
 cdef struct attention_view:
@@ -18,8 +19,40 @@ cdef struct attention_view:
     float softcap          # 0: none
     int format
 
-cdef int64_t tile_tokens(const attention_view *v) noexcept nogil
+# The queries of one sequence: its last n_tokens tokens.
+cdef struct attention_span:
+    const uint32_t *table
+    int64_t row             # of its first query in the call
+    int64_t n_tokens
+    int64_t position        # of its first query
+    int64_t partial         # offset of its split results; -1: finished in the first pass
+
+# Work of the first pass, once per KV head: up to tile_tokens queries of one span over all their splits, or one split for all its members.
+cdef struct attention_unit:
+    int64_t split           # -1: a tile
+    int64_t first           # tile: the span; split: index into members
+    int64_t n               # queries or members
+    int64_t token           # tile: its first query within the span
+
+cdef struct attention_plan:
+    attention_span *spans
+    attention_unit *units
+    int32_t *members        # spans of the split units
+    int32_t *merged         # spans finished in the second pass
+    float *partials
+    void *block             # behind spans
+    void *unit_block        # behind units, members, merged
+    int64_t n_spans, n_units, n_merged
+    int64_t max_spans, unit_bytes, partial_floats
+
 cdef int64_t scratch_floats(const attention_view *v) noexcept nogil
 cdef uint8_t *kv_tile(const attention_view *v, uint32_t page, int64_t layer, int64_t kv_head) noexcept nogil
-cdef void attend_tile(float *out, const float *q, const attention_view *v, const uint32_t *page_table, int64_t layer, int64_t kv_head,
-                      int64_t position, int64_t n_tokens, int64_t out_stride, int64_t q_stride, float *scratch) noexcept nogil
+
+cdef int plan_spans(attention_plan *p, int64_t n_spans) noexcept nogil
+cdef int plan_units(attention_plan *p, const attention_view *v) noexcept nogil
+cdef void plan_release(attention_plan *p) noexcept nogil
+
+cdef void attend(float *out, const float *q, const attention_view *v, const attention_plan *p, int64_t layer, int64_t out_stride,
+                 int64_t q_stride, act_buffer *quantised, float *scratch, int64_t *counter) noexcept nogil
+cdef void attend_merge(float *out, const attention_view *v, const attention_plan *p, int64_t out_stride, act_buffer *quantised,
+                       int64_t *counter) noexcept nogil

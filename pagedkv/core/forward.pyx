@@ -32,7 +32,7 @@ cdef extern from "time.h" nogil:
 cdef enum:
     UNIT = 32           # feed-forward rows computed together: one quantisation block of the product
     FFN_TOKENS = 32     # tokens of one pass through such a unit
-    COUNTERS_PER_LAYER = 11
+    COUNTERS_PER_LAYER = 12
 
 # The operations of a step, in order; the first and the last two are outside the layers.
 OPERATIONS = ("embed", "attn_norm", "qkv", "rope", "attention", "attn_out", "ffn_norm", "gate_up", "down", "head_norm", "head")
@@ -49,14 +49,6 @@ cdef struct layer_weights:
     const pkv_weight *down
     const float *attn_norm
     const float *ffn_norm
-
-# One sequence's share of the batch.
-cdef struct span:
-    const uint32_t *table
-    int64_t row             # first row in the batch
-    int64_t n_tokens
-    int64_t position        # of the first token
-    int64_t first_unit      # first attention unit
 
 cdef struct batch:
     # the model
@@ -77,11 +69,11 @@ cdef struct batch:
     act_buffer product      # silu(gate) * up
     # the step
     attention_view kv
-    span *spans
+    attention_plan plan
     const int32_t *tokens
     const int32_t *logit_rows
     float *logits
-    int64_t n_rows, n_spans, n_units, n_logits, logits_stride
+    int64_t n_rows, n_logits, logits_stride
     # work sharing
     pkv_pool *pool
     int64_t *counters
@@ -102,30 +94,18 @@ cdef int64_t row_chunk(const batch *b, int n_threads) noexcept nogil:
     return max(b.n_rows // (4 * n_threads), <int64_t>1)
 
 
-cdef span *span_of_row(const batch *b, int64_t row) noexcept nogil:
+cdef attention_span *span_of_row(const batch *b, int64_t row) noexcept nogil:
+    """The sequence a row belongs to."""
     cdef int64_t low = 0
-    cdef int64_t high = b.n_spans - 1
+    cdef int64_t high = b.plan.n_spans - 1
     cdef int64_t middle
     while low < high:
         middle = (low + high + 1) // 2
-        if b.spans[middle].row <= row:
+        if b.plan.spans[middle].row <= row:
             low = middle
         else:
             high = middle - 1
-    return &b.spans[low]
-
-
-cdef span *span_of_unit(const batch *b, int64_t unit) noexcept nogil:
-    cdef int64_t low = 0
-    cdef int64_t high = b.n_spans - 1
-    cdef int64_t middle
-    while low < high:
-        middle = (low + high + 1) // 2
-        if b.spans[middle].first_unit <= unit:
-            low = middle
-        else:
-            high = middle - 1
-    return &b.spans[low]
+    return &b.plan.spans[low]
 
 
 cdef void embed(const batch *b, int64_t *counter, int n_threads) noexcept nogil:
@@ -134,7 +114,7 @@ cdef void embed(const batch *b, int64_t *counter, int n_threads) noexcept nogil:
     cdef int64_t stop = 0
     cdef int64_t row
     cdef int64_t start = claim(counter, b.n_rows, chunk, &stop)
-    cdef span *s
+    cdef attention_span *s
     while start < b.n_rows:
         for row in range(start, stop):
             s = span_of_row(b, row)
@@ -166,7 +146,7 @@ cdef void rope_and_store(batch *b, int64_t layer, int64_t *counter, int n_thread
     cdef int64_t row, h, position
     cdef int64_t page_tokens = b.kv.page_tokens
     cdef int64_t start = claim(counter, b.n_rows, chunk, &stop)
-    cdef span *s
+    cdef attention_span *s
     cdef float *heads
     cdef float *angles
     while start < b.n_rows:
@@ -183,28 +163,6 @@ cdef void rope_and_store(batch *b, int64_t layer, int64_t *counter, int n_thread
                                            heads + b.k_offset + h * b.head_dim, heads + b.v_offset + h * b.head_dim,
                                            position % page_tokens, b.head_dim, page_tokens)
         start = claim(counter, b.n_rows, chunk, &stop)
-
-
-cdef void attend(batch *b, int64_t layer, float *scratch, bint quantised, int64_t *counter) noexcept nogil:
-    """A unit is up to tile_tokens tokens of one sequence under one KV head; its output slice is quantised at once."""
-    cdef int64_t width = b.kv.group * b.head_dim
-    cdef int64_t tile = tile_tokens(&b.kv)
-    cdef int64_t stop = 0
-    cdef int64_t token, kv_head, row, n, t
-    cdef int64_t unit = claim(counter, b.n_units, 1, &stop)
-    cdef span *s
-    while unit < b.n_units:
-        s = span_of_unit(b, b.n_units - 1 - unit)  # the last tokens of a prompt see most: longest units first
-        kv_head = (b.n_units - 1 - unit - s.first_unit) % b.n_kv_heads
-        token = (b.n_units - 1 - unit - s.first_unit) // b.n_kv_heads * tile
-        row = s.row + token
-        n = min(tile, s.n_tokens - token)
-        attend_tile(b.attended.x + row * b.attended.act.x_stride + kv_head * width, b.qkv + row * b.qkv_stride + kv_head * width, &b.kv,
-                    s.table, layer, kv_head, s.position + token, n, b.attended.act.x_stride, b.qkv_stride, scratch)
-        if quantised:
-            for t in range(row, row + n):
-                act_quantise(&b.attended, t, kv_head * width, (kv_head + 1) * width)
-        unit = claim(counter, b.n_units, 1, &stop)
 
 
 cdef void quantise_attended(batch *b, int64_t *counter, int n_threads) noexcept nogil:
@@ -271,7 +229,7 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
     cdef int64_t width = b.kv.group * b.head_dim
     cdef int64_t layer
     cdef int64_t since = now() if thread == 0 and b.nanoseconds != NULL else 0
-    cdef bint slices
+    cdef act_buffer *slices
     embed(b, counter, n_threads)
     done(b, OP_EMBED, thread, &since)
     counter += 1
@@ -285,19 +243,22 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
         done(b, OP_QKV, thread, &since)
         rope_and_store(b, layer, counter + 4, n_threads)
         done(b, OP_ROPE, thread, &since)
-        slices = width % 32 == 0
-        attend(b, layer, scratch, slices and is_quantised(w.o), counter + 5)
-        if is_quantised(w.o) and not slices:
+        slices = &b.attended if is_quantised(w.o) and width % 32 == 0 else NULL
+        attend(b.attended.x, b.qkv, &b.kv, &b.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5)
+        if b.plan.n_merged:
             pool_barrier(b.pool)
-            quantise_attended(b, counter + 6, n_threads)
+            attend_merge(b.attended.x, &b.kv, &b.plan, b.attended.act.x_stride, slices, counter + 6)
+        if is_quantised(w.o) and slices == NULL:
+            pool_barrier(b.pool)
+            quantise_attended(b, counter + 7, n_threads)
         done(b, OP_ATTENTION, thread, &since)
-        matmul(b.x, w.o, &b.attended.act, b.n_rows, b.x_stride, True, counter + 7, n_threads)
+        matmul(b.x, w.o, &b.attended.act, b.n_rows, b.x_stride, True, counter + 8, n_threads)
         done(b, OP_ATTN_OUT, thread, &since)
-        norm(b, w.ffn_norm, False, b.n_rows, is_quantised(w.gate) or is_quantised(w.up), counter + 8, n_threads)
+        norm(b, w.ffn_norm, False, b.n_rows, is_quantised(w.gate) or is_quantised(w.up), counter + 9, n_threads)
         done(b, OP_FFN_NORM, thread, &since)
-        gate_up(b, w, scratch, counter + 9, n_threads)
+        gate_up(b, w, scratch, counter + 10, n_threads)
         done(b, OP_GATE_UP, thread, &since)
-        matmul(b.x, w.down, &b.product.act, b.n_rows, b.x_stride, True, counter + 10, n_threads)
+        matmul(b.x, w.down, &b.product.act, b.n_rows, b.x_stride, True, counter + 11, n_threads)
         done(b, OP_DOWN, thread, &since)
         counter += COUNTERS_PER_LAYER
     if b.n_logits:
@@ -341,7 +302,7 @@ cdef class ForwardModel:
     cdef batch b
     cdef layer_weights *weights
     cdef int64_t *counters
-    cdef int64_t max_rows, max_spans, scratch_bytes
+    cdef int64_t max_rows, scratch_bytes
     cdef int64_t profile_ns[N_OPS]
     cdef public bint profile
 
@@ -405,13 +366,13 @@ cdef class ForwardModel:
 
     cdef void release_workspace(self):
         pkv_release(self.b.x)
-        pkv_release(self.b.spans)
         pkv_release(self.b.scratch)
-        self.b.x, self.b.spans, self.b.scratch = NULL, NULL, NULL
+        self.b.x, self.b.scratch = NULL, NULL
         act_release(&self.b.normed)
         act_release(&self.b.attended)
         act_release(&self.b.product)
-        self.max_rows = self.max_spans = self.scratch_bytes = 0
+        plan_release(&self.b.plan)
+        self.max_rows = self.scratch_bytes = 0
 
     def close(self) -> None:
         """Free the workspace; it comes back at the next run. The weights go when the object dies."""
@@ -465,13 +426,8 @@ cdef class ForwardModel:
             b.qkv = b.x + n_rows * b.x_stride
             b.angles = b.qkv + n_rows * b.qkv_stride
             self.max_rows = n_rows
-        if n_spans > self.max_spans:
-            pkv_release(b.spans)
-            self.max_spans = 0
-            b.spans = <span *>pkv_alloc(n_spans * sizeof(span))
-            if b.spans == NULL:
-                raise MemoryError(f"the system refused the workspace of a step of {n_spans} sequences")
-            self.max_spans = n_spans
+        if plan_spans(&b.plan, n_spans):
+            raise MemoryError(f"the system refused the workspace of a step of {n_spans} sequences")
         if scratch * self.pool.n_threads > self.scratch_bytes:
             pkv_release(b.scratch)
             self.scratch_bytes = 0
@@ -495,8 +451,9 @@ cdef class ForwardModel:
         Releases the GIL. One run at a time per model. Raises BadInput naming what does not fit, MemoryError.
         """
         cdef batch *b = &self.b
-        cdef int64_t i, row, tile, status
+        cdef int64_t i, row, status
         cdef KVSequence seq
+        cdef attention_span *s
         cdef Py_buffer buffer
         ids = np.ascontiguousarray(token_ids, np.int32)
         lens = np.ascontiguousarray(q_lens, np.int32)
@@ -516,23 +473,22 @@ cdef class ForwardModel:
         b.kv.group = b.n_heads // b.n_kv_heads
         b.kv.scale = 1.0 / float(np.sqrt(np.float64(b.head_dim)))
         self.reserve(len(ids), len(seqs), &b.kv)
-        tile = tile_tokens(&b.kv)
         row = 0
-        b.n_units = 0
         for i in range(len(seqs)):
             seq = seqs[i]
             if seq.arena is not kv or not seq.is_valid():
                 raise seq.refuse(-PKV_TAMPER, "") if seq.arena is kv else BadInput(f"seqs: entry {i} is no sequence of this cache")
-            b.spans[i].n_tokens = lens[i]
-            b.spans[i].position = seq.ptr.n_tokens - b.spans[i].n_tokens
-            if b.spans[i].position < 0:
+            s = &b.plan.spans[i]
+            s.n_tokens = lens[i]
+            s.position = seq.ptr.n_tokens - s.n_tokens
+            s.table = seq.ptr.page_indices
+            s.row = row
+            if s.position < 0:
                 raise BadInput(f"q_lens: {lens[i]} tokens for entry {i}, a sequence of {seq.ptr.n_tokens}")
-            b.spans[i].table = seq.ptr.page_indices
-            b.spans[i].row = row
-            b.spans[i].first_unit = b.n_units
-            b.n_units += (b.spans[i].n_tokens + tile - 1) // tile * b.n_kv_heads
-            row += b.spans[i].n_tokens
-        b.n_spans, b.n_rows, b.n_logits = len(seqs), row, len(rows)
+            row += s.n_tokens
+        if plan_units(&b.plan, &b.kv):
+            raise MemoryError(f"the system refused the workspace of a step of {row} tokens")
+        b.n_rows, b.n_logits = row, len(rows)
         b.logits_stride = self.vocab_padded
         b.nanoseconds = self.profile_ns if self.profile else NULL
         memset(self.counters, 0, (b.n_layers * COUNTERS_PER_LAYER + 4) * sizeof(int64_t))

@@ -8,9 +8,8 @@ import math
 
 import numpy as np
 
-from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport int64_t
+from libc.string cimport memset
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.arena cimport *
@@ -132,86 +131,55 @@ cdef class PagedKVCache(Arena):
                 raise BadInput(f"q_lens: {lens[i]} queries for entry {i}, a sequence of {len(owner)} tokens")
         out = np.empty_like(q)
         n = len(owners)
+        memset(&job, 0, sizeof(job))
         job.v = &v
         job.layer = at
-        job.n_seqs = n
-        job.n_heads = q.shape[1]
-        job.counter = 0
+        job.stride = q.shape[1] * v.head_dim
         job.pool = self.pool.ptr
         job.q = <const float *><size_t>q.ctypes.data
         job.out = <float *><size_t>out.ctypes.data
         job.scratch_floats = scratch_floats(&v)
-        job.spans = <attend_span *>pkv_alloc(max(n, 1) * sizeof(attend_span))
         job.scratch = <float *>pkv_alloc(job.scratch_floats * sizeof(float) * self.pool.n_threads)
         try:
-            if job.spans == NULL or job.scratch == NULL:
+            if job.scratch == NULL or plan_spans(&job.plan, n):
                 raise PoolExhausted("attend: the system refused scratch memory")
-            job.n_units = 0
             row = 0
             for i in range(n):
                 seq = owners[i]
-                job.spans[i].table = seq.ptr.page_indices
-                job.spans[i].row = row
-                job.spans[i].n_tokens = lens[i]
-                job.spans[i].position = seq.ptr.n_tokens - <int64_t>lens[i]
-                job.spans[i].first_unit = job.n_units
-                job.n_units += (<int64_t>lens[i] + tile_tokens(&v) - 1) // tile_tokens(&v) * v.n_kv_heads
+                job.plan.spans[i] = attention_span(seq.ptr.page_indices, row, lens[i], seq.ptr.n_tokens - <int64_t>lens[i], -1)
                 row += lens[i]
+            if plan_units(&job.plan, &v):
+                raise PoolExhausted("attend: the system refused scratch memory")
             with nogil:
                 status = pool_run(job.pool, &attend_worker, &job)
             if status:
                 raise PoolExhausted("attend: the system refused a worker thread")
         finally:
-            pkv_release(job.spans)
+            plan_release(&job.plan)
             pkv_release(job.scratch)
         return out
 
 
-cdef struct attend_span:
-    const uint32_t *table
-    int64_t row
-    int64_t n_tokens
-    int64_t position
-    int64_t first_unit
-
-
 cdef struct attend_job:
     const attention_view *v
-    attend_span *spans
+    attention_plan plan
     const float *q
     float *out
     float *scratch
     pkv_pool *pool
     int64_t scratch_floats
     int64_t layer
-    int64_t n_seqs
-    int64_t n_heads
-    int64_t n_units
-    int64_t counter
+    int64_t stride
+    int64_t counters[2]
 
 
 cdef void attend_worker(void *arg, int thread, int n_threads) noexcept nogil:
     cdef attend_job *job = <attend_job *>arg
-    cdef const attention_view *v = job.v
-    cdef int64_t width = v.group * v.head_dim
-    cdef int64_t stride = job.n_heads * v.head_dim
-    cdef int64_t i, token, kv_head, offset
-    cdef int64_t stop = 0
-    cdef int64_t unit = claim(&job.counter, job.n_units, 1, &stop)
-    cdef attend_span *span
-    while unit < job.n_units:
-        i = job.n_seqs - 1
-        while job.spans[i].first_unit > unit:
-            i -= 1
-        while job.spans[i].n_tokens == 0:
-            i -= 1
-        span = &job.spans[i]
-        kv_head = (unit - span.first_unit) % v.n_kv_heads
-        token = (unit - span.first_unit) // v.n_kv_heads * tile_tokens(v)
-        offset = (span.row + token) * stride + kv_head * width
-        attend_tile(job.out + offset, job.q + offset, v, span.table, job.layer, kv_head, span.position + token,
-                    min(tile_tokens(v), span.n_tokens - token), stride, stride, job.scratch + thread * job.scratch_floats)
-        unit = claim(&job.counter, job.n_units, 1, &stop)
+    attend(job.out, job.q, job.v, &job.plan, job.layer, job.stride, job.stride, NULL, job.scratch + thread * job.scratch_floats,
+           &job.counters[0])
+    if job.plan.n_merged:
+        pool_barrier(job.pool)
+        attend_merge(job.out, job.v, &job.plan, job.stride, NULL, &job.counters[1])
 
 
 cdef class KVSequence(Sequence):
