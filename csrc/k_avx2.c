@@ -11,6 +11,9 @@
 
 #define TILE static inline __attribute__((always_inline)) /* its constant arguments must reach the loops they bound */
 
+/* Keeps a running sum in its register: gcc would reassociate integer sums into trees whose terms it then spills. */
+#define IN_REGISTER(x) __asm__("" : "+x"(x))
+
 /* ---- lanes ---- */
 
 static inline __m256i first_lanes(int64_t n) /* all bits set in lanes [0, n) */
@@ -151,10 +154,14 @@ TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t 
                     __m256i s0 = _mm256_maddubs_epi16(v0, _mm256_set1_epi32(a0));
                     __m256i s1 = _mm256_maddubs_epi16(v1, _mm256_set1_epi32(a1));
                     low[t * n_h + h] = _mm256_add_epi16(low[t * n_h + h], s0);
-                    if (type == PKV_W_Q8_0)
+                    IN_REGISTER(low[t * n_h + h]);
+                    if (type == PKV_W_Q8_0) {
                         high[t * n_h + h] = _mm256_add_epi16(high[t * n_h + h], s1);
-                    else
+                        IN_REGISTER(high[t * n_h + h]);
+                    } else {
                         low[t * n_h + h] = _mm256_add_epi16(low[t * n_h + h], s1);
+                        IN_REGISTER(low[t * n_h + h]);
+                    }
                 }
             }
         for (int h = 0; h < n_h; h++) {
@@ -438,9 +445,11 @@ TILE void pv_tile(float *o, const float *p, const uint8_t *const *tiles, int64_t
             for (int i = 0; i < 2 * n_d; i++)
                 v[i] = load_kv(vt, slot * head_dim16 + d + 8 * i, format);
             for (int j = 0; j < n_q; j++) {
-                float a = p[j * p_stride + t] * (format == PKV_KV_INT8 ? v_scale[slot] : 1.0f);
+                __m256 a = _mm256_broadcast_ss(p + j * p_stride + t);
+                if (format == PKV_KV_INT8)
+                    a = _mm256_mul_ps(a, _mm256_broadcast_ss(v_scale + slot));
                 for (int i = 0; i < 2 * n_d; i++)
-                    acc[2 * j * n_d + i] = _mm256_fmadd_ps(_mm256_set1_ps(a), v[i], acc[2 * j * n_d + i]);
+                    acc[2 * j * n_d + i] = _mm256_fmadd_ps(a, v[i], acc[2 * j * n_d + i]);
             }
         }
     }
