@@ -404,15 +404,12 @@ TILE void qk(float *s, const float *q, const uint8_t *const *tiles, int64_t n_q,
              int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale, int32_t format)
 {
 #define QK(n, g) qk_tile(s + j * s_stride, q + j * q_stride, tiles, group, head_dim, page_tokens, s_stride, q_stride, scale, n, g, format)
-    const int64_t n_groups = n_tiles * (page_tokens / 16), n_wide = n_q == 1 ? 4 : n_q == 2 ? 2 : 1;
-    int64_t group = 0, j;
-    for (; n_wide > 1 && group + n_wide <= n_groups; group += n_wide) {
-        j = 0;
-        if (n_q == 1)
-            QK(1, 4);
-        else
-            QK(2, 2);
-    }
+    const int64_t n_groups = n_tiles * (page_tokens / 16);
+    int64_t group = 0, j = 0;
+    for (; n_q == 1 && group + 4 <= n_groups; group += 4)
+        QK(1, 4);
+    for (; n_q == 2 && group + 2 <= n_groups; group += 2)
+        QK(2, 2);
     for (; group < n_groups; group++) {
         for (j = 0; j + 4 <= n_q; j += 4)
             QK(4, 1);

@@ -1,0 +1,601 @@
+/* NEON with dot product and half precision conversion: four registers of 4 lanes stand for the 16 virtual lanes. */
+#include "pkv_kernels.h"
+
+#if !defined(__ARM_FEATURE_DOTPROD) || !defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
+#error "k_neon.c needs -march=armv8.2-a+fp16+dotprod"
+#endif
+
+#include <arm_neon.h>
+#include <math.h>
+#include <string.h>
+
+#define TILE static inline __attribute__((always_inline)) /* its constant arguments must reach the loops they bound */
+
+/* ---- lanes ---- */
+
+static inline float32x4_t load(const float *p, int64_t n) /* the first n of 4, zeros behind; touches nothing beyond */
+{
+    float few[4] = {0};
+    if (n >= 4)
+        return vld1q_f32(p);
+    for (int64_t i = 0; i < n; i++)
+        few[i] = p[i];
+    return vld1q_f32(few);
+}
+
+static inline void store(float *p, float32x4_t x, int64_t n)
+{
+    float few[4];
+    if (n >= 4)
+        vst1q_f32(p, x);
+    else {
+        vst1q_f32(few, x);
+        for (int64_t i = 0; i < n; i++)
+            p[i] = few[i];
+    }
+}
+
+static inline uint32x4_t first_lanes(int64_t n) /* all bits set in lanes [0, n) */
+{
+    static const int32_t lane[4] = {0, 1, 2, 3};
+    return vcgtq_s32(vdupq_n_s32((int32_t)(n < 4 ? n : 4)), vld1q_s32(lane));
+}
+
+static inline float tree_sum(const float32x4_t *lane) /* [4] */
+{
+    float32x4_t four = vaddq_f32(vaddq_f32(lane[0], lane[2]), vaddq_f32(lane[1], lane[3]));
+    float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+
+/* selects by comparison, so that NaN stays NaN */
+static inline float32x4_t exp4(float32x4_t x)
+{
+    const float32x4_t magic = vdupq_n_f32(12582912.0f), one = vdupq_n_f32(1.0f), top = vdupq_n_f32(88.0f);
+    float32x4_t y = vbslq_f32(vcgtq_f32(x, top), top, x), n = vfmaq_f32(magic, y, vdupq_n_f32(1.44269504f)), r, p;
+    int32x4_t scale = vaddq_s32(vshlq_n_s32(vreinterpretq_s32_f32(n), 23), vreinterpretq_s32_f32(one));
+    n = vsubq_f32(n, magic);
+    r = vfmaq_f32(y, n, vdupq_n_f32(-0.693145752f));
+    r = vfmaq_f32(r, n, vdupq_n_f32(-1.42860677e-6f));
+    p = vdupq_n_f32(1.38888885e-3f);
+    p = vfmaq_f32(vdupq_n_f32(8.33333377e-3f), p, r);
+    p = vfmaq_f32(vdupq_n_f32(4.16666679e-2f), p, r);
+    p = vfmaq_f32(vdupq_n_f32(1.66666672e-1f), p, r);
+    p = vfmaq_f32(vdupq_n_f32(0.5f), p, r);
+    p = vfmaq_f32(one, p, r);
+    p = vfmaq_f32(one, p, r);
+    p = vmulq_f32(p, vreinterpretq_f32_s32(scale));
+    return vbslq_f32(vcltq_f32(x, vdupq_n_f32(-87.0f)), vdupq_n_f32(0.0f), p);
+}
+
+static inline float32x4_t widen(const uint8_t *p) /* 4 half precision numbers */
+{
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
+}
+
+/* ---- matmul ---- */
+
+static inline float32x4_t load_weight(const uint8_t *p, int64_t i, int32_t type)
+{
+    return type == PKV_W_F32   ? vld1q_f32((const float *)p + i)
+           : type == PKV_W_F16 ? widen(p + 2 * i)
+                               : vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p + i), 16));
+}
+
+TILE void finish(float *out, float32x4_t acc, int add) { vst1q_f32(out, add ? vaddq_f32(vld1q_f32(out), acc) : acc); }
+
+/* n_t tokens x n_p panels, n_t * n_p <= 4 */
+TILE void float_tile(float *out, const pkv_weight *w, const float *x, int64_t x_stride, int64_t panel, int64_t out_stride, int add,
+                     int n_t, int n_p, int32_t type)
+{
+    const uint8_t *data = w->data + panel * w->panel_bytes;
+    float32x4_t acc[16];
+    for (int i = 0; i < 4 * n_t * n_p; i++)
+        acc[i] = vdupq_n_f32(0.0f);
+    for (int64_t k = 0; k < w->n_cols; k++)
+        for (int i = 0; i < 4 * n_p; i++) {
+            float32x4_t v = load_weight(data + i / 4 * w->panel_bytes, 16 * k + 4 * (i % 4), type);
+            for (int t = 0; t < n_t; t++)
+                acc[4 * t * n_p + i] = vfmaq_n_f32(acc[4 * t * n_p + i], v, x[t * x_stride + k]);
+        }
+    for (int t = 0; t < n_t; t++)
+        for (int i = 0; i < 4 * n_p; i++)
+            finish(out + t * out_stride + 4 * i, acc[4 * t * n_p + i], add);
+}
+
+TILE void gemm_float(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
+                     int64_t n_tokens, int64_t out_stride, int add, int32_t type)
+{
+    const float *a = x->x + token0 * x->x_stride;
+    int64_t n_quads = n_tokens / 4 * 4, step;
+    for (int64_t p = 0; p < n_panels; p++)
+        for (int64_t t = 0; t < n_quads; t += 4)
+            float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, x->x_stride, panel0 + p, out_stride, add, 4, 1, type);
+    for (int64_t t = n_quads; t < n_tokens; t++)
+        for (int64_t p = 0; p < n_panels; p += step) {
+            step = n_panels - p >= 4 ? 4 : 1;
+            if (step == 4)
+                float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, 0, panel0 + p, out_stride, add, 1, 4, type);
+            else
+                float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, 0, panel0 + p, out_stride, add, 1, 1, type);
+        }
+}
+
+TILE int32x4_t dot_group(int32x4_t acc, int8x16_t w, int8x16_t x, int group) /* 4 rows x 4 columns times x[4*group ...] */
+{
+    switch (group) {
+    case 0: return vdotq_laneq_s32(acc, w, x, 0);
+    case 1: return vdotq_laneq_s32(acc, w, x, 1);
+    case 2: return vdotq_laneq_s32(acc, w, x, 2);
+    default: return vdotq_laneq_s32(acc, w, x, 3);
+    }
+}
+
+/* n_t tokens x n_r groups of 4 rows from row 4 * group0 of a panel, n_t * n_r <= 8 */
+TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel, int group0, int64_t token, int64_t out_stride,
+                     int add, int n_t, int n_r, int32_t type)
+{
+    const int n_lines = type == PKV_W_Q8_0 ? 8 : 4, scale_lines = type == PKV_W_Q4_1 ? 2 : 1;
+    const uint8x16_t nibble = vdupq_n_u8(15), sign = vdupq_n_u8(128);
+    const uint8_t *data = w->data + panel * w->panel_bytes + 16 * group0, *scales = w->scales + panel * w->scale_bytes + 8 * group0;
+    const int8_t *q = x->q + token * x->q_stride;
+    float32x4_t acc[8];
+    for (int i = 0; i < n_t * n_r; i++)
+        acc[i] = vdupq_n_f32(0.0f);
+    for (int64_t b = 0; b < w->n_cols / 32; b++, data += 64 * n_lines, scales += 32 * scale_lines, q += 32) {
+        int32x4_t isum[8];
+        int8x16_t a[4][2];
+        for (int t = 0; t < n_t; t++) {
+            a[t][0] = vld1q_s8(q + t * x->q_stride);
+            a[t][1] = vld1q_s8(q + t * x->q_stride + 16);
+            for (int r = 0; r < n_r; r++)
+                isum[t * n_r + r] = vdupq_n_s32(type == PKV_W_Q4_0 ? -8 * x->isum[(token + t) * x->b_stride + b] : 0);
+        }
+        for (int j = 0; j < n_lines; j++)
+            for (int r = 0; r < n_r; r++) {
+                uint8x16_t v = vld1q_u8(data + 64 * j + 16 * r);
+                for (int t = 0; t < n_t; t++) {
+                    int i = t * n_r + r;
+                    if (type == PKV_W_Q8_0)
+                        isum[i] = dot_group(isum[i], vreinterpretq_s8_u8(veorq_u8(v, sign)), a[t][j / 4], j % 4);
+                    else {
+                        isum[i] = dot_group(isum[i], vreinterpretq_s8_u8(vandq_u8(v, nibble)), a[t][0], j);
+                        isum[i] = dot_group(isum[i], vreinterpretq_s8_u8(vshrq_n_u8(v, 4)), a[t][1], j);
+                    }
+                }
+            }
+        for (int r = 0; r < n_r; r++) {
+            float32x4_t scale = widen(scales + 8 * r), min = type == PKV_W_Q4_1 ? widen(scales + 32 + 8 * r) : scale;
+            for (int t = 0; t < n_t; t++) {
+                int i = t * n_r + r;
+                int64_t at = (token + t) * x->b_stride + b;
+                acc[i] = vfmaq_f32(acc[i], vmulq_n_f32(scale, x->scale[at]), vcvtq_f32_s32(isum[i]));
+                if (type == PKV_W_Q4_1)
+                    acc[i] = vfmaq_n_f32(acc[i], min, x->sum[at]);
+            }
+        }
+    }
+    for (int t = 0; t < n_t; t++)
+        for (int r = 0; r < n_r; r++)
+            finish(out + t * out_stride + 4 * r, acc[t * n_r + r], add);
+}
+
+TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
+                      int64_t n_tokens, int64_t out_stride, int add, int32_t type)
+{
+    for (int64_t p = 0; p < n_panels; p++, out += 16) {
+        int64_t t = 0;
+        for (; t + 4 <= n_tokens; t += 4)
+            for (int g = 0; g < 4; g += 2)
+                block_tile(out + t * out_stride + 4 * g, w, x, panel0 + p, g, token0 + t, out_stride, add, 4, 2, type);
+        if (t + 2 <= n_tokens) {
+            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 2, 4, type);
+            t += 2;
+        }
+        if (t < n_tokens)
+            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 1, 4, type);
+    }
+}
+
+#define GEMM(name, kind, type)                                                                                                      \
+    static void gemm_##name(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,           \
+                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                        \
+    {                                                                                                                               \
+        gemm_##kind(out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, type);                                          \
+    }
+GEMM(f32, float, PKV_W_F32)
+GEMM(f16, float, PKV_W_F16)
+GEMM(bf16, float, PKV_W_BF16)
+GEMM(q4_0, blocks, PKV_W_Q4_0)
+GEMM(q4_1, blocks, PKV_W_Q4_1)
+GEMM(q8_0, blocks, PKV_W_Q8_0)
+
+static inline uint32x4_t magnitude_bits(float32x4_t x) { return vreinterpretq_u32_f32(vabsq_f32(x)); }
+
+/* The scale of a row whose largest magnitude has these bits; *inverse is what values are multiplied by, 0 for a row of zeros. */
+static inline float row_scale(float *inverse, uint32_t largest)
+{
+    float amax;
+    memcpy(&amax, &largest, 4);
+    *inverse = largest >= 0x7f800000u || amax < 0x1p-100f ? 0.0f : 127.0f / amax;
+    return largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / 127.0f);
+}
+
+/* to nearest, ties to even; inverse 0 gives zeros, because this conversion turns NaN into 0 */
+static inline int32x4_t quantise4(float32x4_t x, float inverse) { return vcvtnq_s32_f32(vmulq_n_f32(x, inverse)); }
+
+static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, const float *restrict x,
+                     int64_t n)
+{
+    for (int64_t b = 0; b < n / 32; b++, q += 32, x += 32) {
+        float32x4_t v[8];
+        int32x4_t i[8], total = vdupq_n_s32(0);
+        uint32x4_t top = vdupq_n_u32(0);
+        float inverse;
+        for (int k = 0; k < 8; k++) {
+            v[k] = vld1q_f32(x + 4 * k);
+            top = vmaxq_u32(top, magnitude_bits(v[k]));
+        }
+        scale[b] = row_scale(&inverse, vmaxvq_u32(top));
+        for (int k = 0; k < 8; k++) {
+            i[k] = quantise4(v[k], inverse);
+            total = vaddq_s32(total, i[k]);
+        }
+        isum[b] = vaddvq_s32(total);
+        sum[b] = scale[b] * (float)isum[b];
+        for (int k = 0; k < 8; k += 2)
+            vst1_s8(q + 4 * k, vmovn_s16(vcombine_s16(vmovn_s32(i[k]), vmovn_s32(i[k + 1]))));
+    }
+}
+
+/* ---- attention over page tiles ---- */
+
+TILE void load_kv16(float32x4_t *v, const uint8_t *p, int64_t i, int32_t format) /* v [4] */
+{
+    if (format == PKV_KV_INT8) {
+        int8x16_t x = vld1q_s8((const int8_t *)p + i);
+        int16x8_t low = vmovl_s8(vget_low_s8(x)), high = vmovl_high_s8(x);
+        v[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
+        v[1] = vcvtq_f32_s32(vmovl_high_s16(low));
+        v[2] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
+        v[3] = vcvtq_f32_s32(vmovl_high_s16(high));
+    } else
+        for (int g = 0; g < 4; g++)
+            v[g] = format == PKV_KV_F32 ? vld1q_f32((const float *)p + i + 4 * g) : widen(p + 2 * (i + 4 * g));
+}
+
+static void kv_write_f32(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                         int64_t page_tokens)
+{
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    float *kt = (float *)tile + slot, *vt = (float *)(tile + pkv_tile_v(PKV_KV_F32, head_dim, page_tokens)) + slot * head_dim16;
+    for (int64_t d = 0; d < head_dim; d++)
+        kt[d * page_tokens] = k[d];
+    for (int64_t d = 0; d < head_dim16; d += 4)
+        vst1q_f32(vt + d, load(v + d, head_dim - d));
+}
+
+static inline uint16x4_t halves(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+
+static void kv_write_f16(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                         int64_t page_tokens)
+{
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    uint16_t *kt = (uint16_t *)tile + slot;
+    uint16_t *vt = (uint16_t *)(tile + pkv_tile_v(PKV_KV_F16, head_dim, page_tokens)) + slot * head_dim16;
+    for (int64_t d = 0; d < head_dim; d += 4) {
+        uint16_t h[4];
+        vst1_u16(h, halves(load(k + d, head_dim - d)));
+        for (int64_t i = 0; i < 4 && d + i < head_dim; i++)
+            kt[(d + i) * page_tokens] = h[i];
+    }
+    for (int64_t d = 0; d < head_dim16; d += 4)
+        vst1_u16(vt + d, halves(load(v + d, head_dim - d)));
+}
+
+static float row_scale_of(float *inverse, const float *x, int64_t n)
+{
+    uint32x4_t top = vdupq_n_u32(0);
+    for (int64_t i = 0; i < n; i += 4)
+        top = vmaxq_u32(top, magnitude_bits(load(x + i, n - i)));
+    return row_scale(inverse, vmaxvq_u32(top));
+}
+
+static inline void quantise8_to(int8_t *q, const float *x, int64_t n, float inverse) /* q [8], zeros from n on */
+{
+    int16x4_t low = vmovn_s32(quantise4(load(x, n), inverse)), high = vmovn_s32(quantise4(load(x + 4, n - 4), inverse));
+    vst1_s8(q, vmovn_s16(vcombine_s16(low, high)));
+}
+
+static void kv_write_int8(uint8_t *restrict tile, const float *restrict k, const float *restrict v, int64_t slot, int64_t head_dim,
+                          int64_t page_tokens)
+{
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    int8_t *kt = (int8_t *)tile + slot, *vt = (int8_t *)(tile + pkv_tile_v(PKV_KV_INT8, head_dim, page_tokens)) + slot * head_dim16;
+    float *scales = (float *)(tile + pkv_tile_scales(PKV_KV_INT8, head_dim, page_tokens)), inverse;
+    scales[slot] = row_scale_of(&inverse, k, head_dim);
+    for (int64_t d = 0; d < head_dim; d += 8) {
+        int8_t q[8];
+        quantise8_to(q, k + d, head_dim - d, inverse);
+        for (int64_t i = 0; i < 8 && d + i < head_dim; i++)
+            kt[(d + i) * page_tokens] = q[i];
+    }
+    scales[page_tokens + slot] = row_scale_of(&inverse, v, head_dim);
+    for (int64_t d = 0; d < head_dim16; d += 8)
+        quantise8_to(vt + d, v + d, head_dim - d, inverse);
+}
+
+TILE float element(const uint8_t *p, int64_t i, int32_t format)
+{
+    return format == PKV_KV_F32   ? ((const float *)p)[i]
+           : format == PKV_KV_F16 ? (float)((const float16_t *)p)[i]
+                                  : (float)((const int8_t *)p)[i];
+}
+
+TILE void kv_read(float *k, float *v, const uint8_t *tile, int64_t slot0, int64_t n, int64_t head_dim, int64_t page_tokens,
+                  int64_t out_stride, int32_t format)
+{
+    const uint8_t *vt = tile + pkv_tile_v(format, head_dim, page_tokens);
+    const float *scales = (const float *)(tile + pkv_tile_scales(format, head_dim, page_tokens));
+    int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    for (int64_t slot = slot0; slot < slot0 + n; slot++, k += out_stride, v += out_stride)
+        for (int64_t d = 0; d < head_dim; d++) {
+            float kd = element(tile, d * page_tokens + slot, format), vd = element(vt, slot * head_dim16 + d, format);
+            k[d] = format == PKV_KV_INT8 ? kd * scales[slot] : kd;
+            v[d] = format == PKV_KV_INT8 ? vd * scales[page_tokens + slot] : vd;
+        }
+}
+
+/* n_q queries x n_g groups of 16 tokens, n_q * n_g <= 4 */
+TILE void qk_tile(float *s, const float *q, const uint8_t *const *tiles, int64_t group, int64_t head_dim, int64_t page_tokens,
+                  int64_t s_stride, int64_t q_stride, float scale, int n_q, int n_g, int32_t format)
+{
+    const int64_t per_tile = page_tokens / 16;
+    const uint8_t *tile[4];
+    int64_t column[4];
+    float32x4_t acc[16], v[4];
+    for (int g = 0; g < n_g; g++) {
+        tile[g] = tiles[(group + g) / per_tile];
+        column[g] = (group + g) % per_tile * 16;
+    }
+    for (int i = 0; i < 4 * n_q * n_g; i++)
+        acc[i] = vdupq_n_f32(0.0f);
+    for (int64_t d = 0; d < head_dim; d++)
+        for (int g = 0; g < n_g; g++) {
+            load_kv16(v, tile[g], d * page_tokens + column[g], format);
+            for (int j = 0; j < n_q; j++)
+                for (int i = 0; i < 4; i++)
+                    acc[4 * (j * n_g + g) + i] = vfmaq_n_f32(acc[4 * (j * n_g + g) + i], v[i], q[j * q_stride + d]);
+        }
+    for (int g = 0; g < n_g; g++) {
+        const float *k_scale = (const float *)(tile[g] + pkv_tile_scales(format, head_dim, page_tokens)) + column[g];
+        for (int j = 0; j < n_q; j++)
+            for (int i = 0; i < 4; i++) {
+                float32x4_t x = acc[4 * (j * n_g + g) + i];
+                if (format == PKV_KV_INT8)
+                    x = vmulq_f32(x, vld1q_f32(k_scale + 4 * i));
+                vst1q_f32(s + j * s_stride + 16 * (group + g) + 4 * i, vmulq_n_f32(x, scale));
+            }
+    }
+}
+
+TILE void qk(float *s, const float *q, const uint8_t *const *tiles, int64_t n_q, int64_t n_tiles, int64_t head_dim,
+             int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale, int32_t format)
+{
+#define QK(n, g) qk_tile(s + j * s_stride, q + j * q_stride, tiles, group, head_dim, page_tokens, s_stride, q_stride, scale, n, g, format)
+    const int64_t n_groups = n_tiles * (page_tokens / 16);
+    int64_t group = 0, j = 0;
+    for (; n_q == 1 && group + 4 <= n_groups; group += 4)
+        QK(1, 4);
+    for (; n_q == 2 && group + 2 <= n_groups; group += 2)
+        QK(2, 2);
+    for (; group < n_groups; group++) {
+        for (j = 0; j + 4 <= n_q; j += 4)
+            QK(4, 1);
+        if (n_q - j == 3)
+            QK(3, 1);
+        else if (n_q - j == 2)
+            QK(2, 1);
+        else if (n_q - j == 1)
+            QK(1, 1);
+    }
+#undef QK
+}
+
+/* n_q queries x n_d groups of 16 output lanes from lane d, n_q * n_d <= 4 */
+TILE void pv_tile(float *o, const float *p, const uint8_t *const *tiles, int64_t d, int64_t start, int64_t stop, int64_t head_dim,
+                  int64_t page_tokens, int64_t o_stride, int64_t p_stride, int n_q, int n_d, int32_t format)
+{
+    const int64_t head_dim16 = pkv_round_up(head_dim, 16), v_offset = pkv_tile_v(format, head_dim, page_tokens);
+    const int64_t scale_offset = pkv_tile_scales(format, head_dim, page_tokens) + 4 * page_tokens;
+    float32x4_t acc[16], v[4];
+    for (int j = 0; j < n_q; j++)
+        for (int i = 0; i < 4 * n_d; i++)
+            acc[4 * j * n_d + i] = vld1q_f32(o + j * o_stride + d + 4 * i);
+    for (int64_t t = start; t < stop;) {
+        int64_t slot = t % page_tokens, n = stop - t < page_tokens - slot ? stop - t : page_tokens - slot;
+        const uint8_t *tile = tiles[t / page_tokens], *vt = tile + v_offset;
+        const float *v_scale = (const float *)(tile + scale_offset);
+        for (; n > 0; n--, t++, slot++)
+            for (int g = 0; g < n_d; g++) {
+                load_kv16(v, vt, slot * head_dim16 + d + 16 * g, format);
+                for (int j = 0; j < n_q; j++) {
+                    float a = format == PKV_KV_INT8 ? p[j * p_stride + t] * v_scale[slot] : p[j * p_stride + t];
+                    for (int i = 0; i < 4; i++)
+                        acc[4 * (j * n_d + g) + i] = vfmaq_n_f32(acc[4 * (j * n_d + g) + i], v[i], a);
+                }
+            }
+    }
+    for (int j = 0; j < n_q; j++)
+        for (int i = 0; i < 4 * n_d; i++)
+            vst1q_f32(o + j * o_stride + d + 4 * i, acc[4 * j * n_d + i]);
+}
+
+TILE void pv(float *o, const float *p, const uint8_t *const *tiles, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim,
+             int64_t page_tokens, int64_t o_stride, int64_t p_stride, int32_t format)
+{
+#define PV(n, g) \
+    pv_tile(o + j * o_stride, p + j * p_stride, tiles, d, start, stop, head_dim, page_tokens, o_stride, p_stride, n, g, format)
+    const int64_t head_dim16 = pkv_round_up(head_dim, 16);
+    int64_t j = 0, d = 0;
+    for (; n_q == 1 && d + 64 <= head_dim16; d += 64)
+        PV(1, 4);
+    for (; n_q == 2 && d + 32 <= head_dim16; d += 32)
+        PV(2, 2);
+    for (; d < head_dim16; d += 16) {
+        for (j = 0; j + 4 <= n_q; j += 4)
+            PV(4, 1);
+        if (n_q - j == 3)
+            PV(3, 1);
+        else if (n_q - j == 2)
+            PV(2, 1);
+        else if (n_q - j == 1)
+            PV(1, 1);
+    }
+#undef PV
+}
+
+#define FORMAT(name, format)                                                                                                        \
+    static void kv_read_##name(float *restrict k, float *restrict v, const uint8_t *restrict tile, int64_t slot0, int64_t n,        \
+                               int64_t head_dim, int64_t page_tokens, int64_t out_stride)                                           \
+    {                                                                                                                               \
+        kv_read(k, v, tile, slot0, n, head_dim, page_tokens, out_stride, format);                                                   \
+    }                                                                                                                               \
+    static void qk_##name(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,            \
+                          int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)  \
+    {                                                                                                                               \
+        qk(s, q, tiles, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale, format);                                    \
+    }                                                                                                                               \
+    static void pv_##name(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,            \
+                          int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)   \
+    {                                                                                                                               \
+        pv(o, p, tiles, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride, format);                                       \
+    }
+FORMAT(f32, PKV_KV_F32)
+FORMAT(f16, PKV_KV_F16)
+FORMAT(int8, PKV_KV_INT8)
+
+static float softmax(float *y, const float *x, int64_t n, float m, float inv_t)
+{
+    float32x4_t lane[4] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
+    for (int64_t i = 0; i < n; i += 16)
+        for (int g = 0; g < 4; g++) {
+            int64_t at = i + 4 * g;
+            float32x4_t e = exp4(vmulq_n_f32(vsubq_f32(load(x + at, n - at), vdupq_n_f32(m)), inv_t));
+            store(y + at, e, n - at);
+            if (n - at < 4)
+                e = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(e), first_lanes(n - at)));
+            lane[g] = vaddq_f32(lane[g], e);
+        }
+    return tree_sum(lane);
+}
+
+static void softcap(float *x, int64_t n, float cap)
+{
+    const float32x4_t one = vdupq_n_f32(1.0f), two = vdupq_n_f32(2.0f);
+    for (int64_t i = 0; i < n; i += 4) {
+        float32x4_t z = vdivq_f32(load(x + i, n - i), vdupq_n_f32(cap)), t = exp4(vmulq_f32(two, vabsq_f32(z)));
+        t = vsubq_f32(one, vdivq_f32(two, vaddq_f32(t, one)));
+        t = vbslq_f32(vdupq_n_u32(0x80000000u), z, t);
+        store(x + i, vmulq_n_f32(t, cap), n - i);
+    }
+}
+
+static void merge(float *restrict o, float *restrict m, float *restrict l, const float *restrict o2, float m2, float l2, int64_t n)
+{
+    float top = *m > m2 ? *m : m2;
+    float32x4_t a = exp4(vdupq_n_f32(*m - top)), b = exp4(vdupq_n_f32(m2 - top));
+    for (int64_t d = 0; d < n; d += 4)
+        store(o + d, vfmaq_f32(vmulq_f32(load(o + d, n - d), a), load(o2 + d, n - d), b), n - d);
+    *l = fmaf(l2, vgetq_lane_f32(b, 0), *l * vgetq_lane_f32(a, 0));
+    *m = top;
+}
+
+/* ---- elementwise and reductions ---- */
+
+static void rmsnorm(float *restrict y, const float *restrict x, const float *restrict w, int64_t n, float eps)
+{
+    float32x4_t lane[4] = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
+    float r;
+    for (int64_t i = 0; i < n; i += 16)
+        for (int g = 0; g < 4; g++) {
+            float32x4_t v = load(x + i + 4 * g, n - i - 4 * g);
+            lane[g] = vfmaq_f32(lane[g], v, v);
+        }
+    r = 1.0f / sqrtf(tree_sum(lane) / (float)n + eps);
+    for (int64_t i = 0; i < n; i += 4)
+        store(y + i, vmulq_f32(vmulq_n_f32(load(x + i, n - i), r), load(w + i, n - i)), n - i);
+}
+
+static void silu_mul(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += 4) {
+        float32x4_t a = load(g + i, n - i), s = vdivq_f32(a, vaddq_f32(vdupq_n_f32(1.0f), exp4(vnegq_f32(a))));
+        store(y + i, vmulq_f32(s, load(u + i, n - i)), n - i);
+    }
+}
+
+static void rope(float *restrict x, const float *restrict cs, int64_t half)
+{
+    for (int64_t i = 0; i < half; i += 4) {
+        int64_t n = half - i;
+        float32x4_t a = load(x + i, n), b = load(x + half + i, n), c = load(cs + i, n), s = load(cs + half + i, n);
+        store(x + i, vfmaq_f32(vnegq_f32(vmulq_f32(b, s)), a, c), n);
+        store(x + half + i, vfmaq_f32(vmulq_f32(b, c), a, s), n);
+    }
+}
+
+static void add(float *restrict y, const float *restrict x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += 4)
+        store(y + i, vaddq_f32(load(y + i, n - i), load(x + i, n - i)), n - i);
+}
+
+static void scale(float *restrict y, int64_t n, float a)
+{
+    for (int64_t i = 0; i < n; i += 4)
+        store(y + i, vmulq_n_f32(load(y + i, n - i), a), n - i);
+}
+
+static float vmax(const float *restrict x, int64_t n)
+{
+    float32x4_t top = vdupq_n_f32(-INFINITY); /* vmaxq keeps NaN */
+    float m;
+    for (int64_t i = 0; i < n; i += 4)
+        top = vmaxq_f32(top, vbslq_f32(first_lanes(n - i), load(x + i, n - i), vdupq_n_f32(-INFINITY)));
+    m = vmaxvq_f32(top);
+    return m == 0.0f ? 0.0f : m;
+}
+
+static int64_t argmax(const float *restrict x, int64_t n)
+{
+    float m = vmax(x, n);
+    int64_t i = 0;
+    if (m != m)
+        return -1;
+    while (i + 4 <= n && !vmaxvq_u32(vceqq_f32(vld1q_f32(x + i), vdupq_n_f32(m))))
+        i += 4;
+    while (x[i] != m) /* some element equals the maximum */
+        i++;
+    return i;
+}
+
+const pkv_kernels pkv_kernels_neon = {
+    .name = "neon",
+    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0},
+    .quant_i8 = quant_i8,
+    .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
+    .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},
+    .qk = {qk_f32, qk_f16, qk_int8},
+    .pv = {pv_f32, pv_f16, pv_int8},
+    .softmax = softmax,
+    .softcap = softcap,
+    .merge = merge,
+    .rmsnorm = rmsnorm,
+    .silu_mul = silu_mul,
+    .rope = rope,
+    .add = add,
+    .scale = scale,
+    .vmax = vmax,
+    .argmax = argmax,
+};
