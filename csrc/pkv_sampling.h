@@ -16,24 +16,20 @@ static inline uint64_t pkv_candidate(float x, int64_t id)
     return ((uint64_t)(uint32_t)~bits << 32) | (uint32_t)id;
 }
 
-/* Writes the candidates with low <= x < high in ascending id order; returns how many. */
-static inline int64_t pkv_gather_band(uint64_t *out, const float *x, int64_t n, float low, float high)
+enum { PKV_SCAN = 128 }; /* logits per block whose maximum is kept */
+
+/* Writes the candidates with low <= x < high in ascending id order, looking only into blocks whose maximum reaches low;
+ * returns how many. block_max: [ceil(n / PKV_SCAN)]. */
+static inline int64_t pkv_gather_band(uint64_t *out, const float *x, const float *block_max, int64_t n, float low, float high)
 {
-    int64_t found = 0, i = 0;
-    for (; i + 16 <= n; i += 16) {
-        int32_t hit[16], any = 0;
-        for (int j = 0; j < 16; j++)
-            hit[j] = (x[i + j] >= low) & (x[i + j] < high);
-        for (int j = 0; j < 16; j++)
-            any |= hit[j];
-        if (any)
-            for (int j = 0; j < 16; j++)
-                if (hit[j])
-                    out[found++] = pkv_candidate(x[i + j], i + j);
+    int64_t found = 0;
+    for (int64_t start = 0; start < n; start += PKV_SCAN) {
+        int64_t stop = start + PKV_SCAN < n ? start + PKV_SCAN : n;
+        if (block_max[start / PKV_SCAN] >= low)
+            for (int64_t i = start; i < stop; i++)
+                if (x[i] >= low && x[i] < high)
+                    out[found++] = pkv_candidate(x[i], i);
     }
-    for (; i < n; i++)
-        if (x[i] >= low && x[i] < high)
-            out[found++] = pkv_candidate(x[i], i);
     return found;
 }
 

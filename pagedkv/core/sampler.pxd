@@ -35,8 +35,10 @@ cdef struct Row:
 
 
 cdef struct Scratch:
-    # Work space of one thread for one row, all [vocab].
+    # Work space of one thread for one row, [vocab] where nothing else is said.
     float *logits           # logits after bias and penalties
+    float *block_max        # [ceil(vocab / PKV_SCAN)] maxima of the logits in `blocks_of`
+    const float *blocks_of  # NULL: of none
     float *weights          # exp((x - max) / temperature) by token id
     float *sorted_logits
     float *sorted_weights

@@ -22,7 +22,8 @@ cdef extern from "<float.h>":
     const float FLT_MAX
 
 cdef extern from "pkv_sampling.h" nogil:
-    int64_t pkv_gather_band(uint64_t *out, const float *x, int64_t n, float low, float high) noexcept
+    const int PKV_SCAN
+    int64_t pkv_gather_band(uint64_t *out, const float *x, const float *block_max, int64_t n, float low, float high) noexcept
     void pkv_sort_candidates(uint64_t *a, uint64_t *swap, int64_t n) noexcept
     int64_t pkv_rank(const float *x, int64_t n, int64_t token) noexcept
     void pkv_philox(uint32_t *counter, uint32_t k0, uint32_t k1) noexcept
@@ -39,17 +40,31 @@ cdef double uniform(uint64_t seed, uint32_t index, uint32_t position) noexcept n
     return ((block[0] >> 5) * 67108864.0 + (block[1] >> 6)) / 9007199254740992.0
 
 
+cdef float maximum(Scratch *s, const float *x, int64_t n) noexcept nogil:
+    """The largest of x[n], NaN if any is; leaves the maxima of x's blocks in s."""
+    cdef int64_t block, n_blocks = (n + PKV_SCAN - 1) // PKV_SCAN
+    for block in range(n_blocks):
+        s.block_max[block] = kern.vmax(x + block * PKV_SCAN, min(<int64_t>PKV_SCAN, n - block * PKV_SCAN))
+    s.blocks_of = x
+    return kern.vmax(s.block_max, n_blocks)
+
+
+cdef enum:
+    N_BANDS = 6
+
+cdef float[N_BANDS] BAND_DEPTH = [3, 6, 9, 13, 20, INFINITY]
+
+
 cdef int64_t next_band(Scratch *s, const float *x, int64_t n, int64_t found, int band, float top,
                        float inv_temperature) noexcept nogil:
-    """Append the candidates of one band of logits in order; returns the new count. Bands 0, 1, 2 reach down to weight
-    exp(-4), exp(-12) and to everything above -inf; where a band ends never changes the order."""
-    cdef float high = INFINITY if band == 0 else top - (<float>4.0 if band == 1 else <float>12.0) / inv_temperature
-    cdef float low = -FLT_MAX
-    if band < 2:
-        low = top - (<float>4.0 if band == 0 else <float>12.0) / inv_temperature
-        if low < -FLT_MAX:
-            low = -FLT_MAX
-    cdef int64_t more = pkv_gather_band(s.candidates + found, x, n, low, high)
+    """Append the candidates of one band of logits in order; returns the new count. A band reaches down to the weight
+    exp(-BAND_DEPTH), the last one to everything above -inf; where a band ends never changes the order."""
+    cdef float high = INFINITY if band == 0 else top - BAND_DEPTH[band - 1] / inv_temperature
+    cdef float low = max(top - BAND_DEPTH[band] / inv_temperature, -FLT_MAX)
+    cdef int64_t more
+    if s.blocks_of != x:
+        maximum(s, x, n)
+    more = pkv_gather_band(s.candidates + found, x, s.block_max, n, low, high)
     pkv_sort_candidates(s.candidates + found, s.swap, more)
     return found + more
 
@@ -67,7 +82,7 @@ cdef int32_t draw(Row *row, Scratch *s, const float *x, int64_t n, float top, fl
         full_sum[0] = kern.softmax(s.weights, x, n, top, row.inv_temperature)
         total = full_sum[0]
         enough = row.top_p * total if row.top_p < 1 else u * total
-    for band in range(3):
+    for band in range(N_BANDS):
         fresh = found
         found = next_band(s, x, n, found, band, top, row.inv_temperature)
         if limited and found > fresh:
@@ -139,7 +154,7 @@ cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token,
     if row.n_logprobs < 0:
         return
     row.rank = <int32_t>pkv_rank(x, n, token) + 1
-    for band in range(3):
+    for band in range(N_BANDS):
         if found >= row.n_logprobs:
             break
         found = next_band(s, x, n, found, band, top, 1)
@@ -151,28 +166,34 @@ cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token,
 
 cdef void sample_row(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil:
     """Draw the row's next token from the raw logits x[n] and report it; sets row.status."""
-    cdef float raw_top, top, weight_sum = 0
+    cdef float top, raw_top = 0, weight_sum = 0
     cdef const float *y = x
-    cdef int32_t token
+    cdef int64_t token = 0
     row.status = ROW_NOT_FINITE
     row.n_top = 0
-    raw_top = kern.vmax(x, n)
-    if not raw_top <= FLT_MAX:
-        return
-    top = raw_top
+    s.blocks_of = NULL
     if adjust(row, s, x, n):
         y = s.logits
-        top = kern.vmax(y, n)
+        raw_top = kern.vmax(x, n)
+        if not raw_top <= FLT_MAX:
+            return
+    if row.inv_temperature == 0:
+        token = kern.argmax(y, n)
+        if token < 0:
+            return
+        top = y[token]
+    else:
+        top = maximum(s, y, n)
     if not -FLT_MAX <= top <= FLT_MAX:
         return
-    if row.inv_temperature == 0:
-        token = <int32_t>kern.argmax(y, n)
-    else:
+    if y == x:
+        raw_top = top
+    if row.inv_temperature != 0:
         token = draw(row, s, y, n, top, &weight_sum)
         if row.inv_temperature != 1 or y != x:
             weight_sum = 0
     row.status = ROW_OK
-    report(row, s, x, n, token, raw_top, weight_sum)
+    report(row, s, x, n, <int32_t>token, raw_top, weight_sum)
 
 
 cdef void sample_rows(void *arg, int thread, int n_threads) noexcept nogil:
@@ -345,6 +366,7 @@ cdef class Sampler:
         for i in range(self.n_threads):
             s = self.scratch + <int>i
             s.logits = <float *>allocate(vocab_size * sizeof(float))
+            s.block_max = <float *>allocate((vocab_size // PKV_SCAN + 1) * sizeof(float))
             s.weights = <float *>allocate(vocab_size * sizeof(float))
             s.sorted_logits = <float *>allocate(vocab_size * sizeof(float))
             s.sorted_weights = <float *>allocate(vocab_size * sizeof(float))
@@ -358,6 +380,7 @@ cdef class Sampler:
             for i in range(self.n_threads):
                 s = self.scratch + <int>i
                 free(s.logits)
+                free(s.block_max)
                 free(s.weights)
                 free(s.sorted_logits)
                 free(s.sorted_weights)
@@ -435,6 +458,7 @@ cdef class Sampler:
                     usable = -FLT_MAX <= top <= FLT_MAX
                     if usable:
                         state.row.n_top = 0
+                        self.scratch.blocks_of = NULL
                         report(&state.row, self.scratch, x, self.vocab_size, token, top, 0)
                 found.append((state.logprob, state.rank, state.top) if usable else None)
         finally:
