@@ -137,7 +137,10 @@ cdef inline bint linked(const pkv_arena *a, uint32_t i) noexcept nogil:
 
 cdef inline bint insert_after(pkv_arena *a, uint32_t at, uint32_t i) noexcept nogil:
     """Link i behind `at`; false, and nothing changed, when a link there was overwritten."""
-    cdef uint32_t n = decode(a, at, a.pages[at].next)
+    cdef uint32_t n
+    if at > lru_head(a):
+        return False
+    n = decode(a, at, a.pages[at].next)
     if n > lru_head(a) or decode(a, n, a.pages[n].prev) != at:
         return False
     a.pages[i].prev = encode(a, i, at)

@@ -98,6 +98,8 @@ cdef int64_t pkv_held_drop(pkv_arena *a, uint32_t i, uint32_t *cursor) noexcept 
     if not guard_holds(a, i):
         return poison(a, PKV_FAULT_GUARD, i)
     if page.indexed:
+        if a.prefix == NULL:
+            return poison(a, PKV_FAULT_PAGE, i)
         if not insert_after(a, decode(a, lru_head(a), a.pages[lru_head(a)].prev), i):
             return poison(a, PKV_FAULT_LINK, i)
         page.state = PKV_PAGE_CACHED

@@ -64,9 +64,15 @@ cdef int64_t find(pkv_prefix *p, uint32_t parent, uint64_t hash, const int32_t *
     return -PKV_NOT_FOUND
 
 
-cdef void add(pkv_prefix *p, uint32_t i, uint32_t parent, uint64_t hash, const int32_t *tokens) noexcept nogil:
+cdef inline bint valid_ref(const pkv_prefix *p, uint32_t i) noexcept nogil:
+    return i == PKV_NO_PAGE or (i < p.arena.n_pages and p.arena.pages[i].indexed)
+
+
+cdef int64_t add(pkv_prefix *p, uint32_t i, uint32_t parent, uint64_t hash, const int32_t *tokens) noexcept nogil:
     cdef pkv_prefix_entry *entry = p.entries + i
     cdef uint32_t *bucket = bucket_of(p, hash)
+    if parent != PKV_NO_PAGE and not valid_ref(p, p.entries[parent].first_child):
+        return poison(p.arena, PKV_FAULT_PREFIX, parent)
     entry.hash = hash
     entry.parent = parent
     entry.first_child = entry.next_sibling = entry.prev_sibling = PKV_NO_PAGE
@@ -80,10 +86,7 @@ cdef void add(pkv_prefix *p, uint32_t i, uint32_t parent, uint64_t hash, const i
     memcpy(tokens_of(p, i), tokens, p.page_tokens * sizeof(int32_t))
     p.arena.pages[i].indexed = 1
     p.n_entries += 1
-
-
-cdef inline bint valid_ref(const pkv_prefix *p, uint32_t i) noexcept nogil:
-    return i == PKV_NO_PAGE or (i < p.arena.n_pages and p.arena.pages[i].indexed)
+    return 0
 
 
 cdef int64_t remove_leaf(pkv_prefix *p, uint32_t i) noexcept nogil:
@@ -389,7 +392,9 @@ cdef int64_t pkv_prefix_insert(pkv_prefix *p, pkv_seq *s, const int32_t *tokens,
             hash = chain_hash(hash, content, p.page_tokens)
             known = find(p, parent, hash, content)
             if known == -PKV_NOT_FOUND:
-                add(p, page, parent, hash, content)
+                if add(p, page, parent, hash, content):
+                    result = -PKV_TAMPER
+                    break
             elif known < 0 or hold(a, <uint32_t>known):
                 result = -PKV_TAMPER
                 break

@@ -67,7 +67,8 @@ cdef int64_t pkv_seq_new(pkv_seq **out, pkv_arena *arena, int64_t seq_id, int64_
 cdef int64_t pkv_seq_destroy(pkv_seq *s) noexcept nogil:
     """Free the pages and release the struct, also after its arena was closed, poisoned or destroyed.
 
-    A struct whose canaries do not hold is left alone: TAMPER. No other thread may be using the sequence.
+    A struct whose canaries do not hold, or whose neighbours on the arena's list do not know it, is left alone: TAMPER. No
+    other thread may be using the sequence.
     """
     cdef pkv_arena *a
     if s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
@@ -78,6 +79,10 @@ cdef int64_t pkv_seq_destroy(pkv_seq *s) noexcept nogil:
         if not canaries_hold(a):
             return -PKV_TAMPER
         lock(a)
+        if (s.prev.next if s.prev != NULL else a.seqs) != s or (s.next != NULL and s.next.prev != s):
+            poison(a, PKV_FAULT_SEQUENCE, -1)
+            unlock(a)
+            return -PKV_TAMPER
         if s.prev != NULL:
             s.prev.next = s.next
         else:
@@ -258,7 +263,10 @@ cdef int64_t pkv_seq_write_page(pkv_seq *s, int64_t i) noexcept nogil:
         result = poison(a, PKV_FAULT_PAGE, old)
     elif a.pages[old].refcount == 1:
         if a.pages[old].indexed:
-            a.forget(a, old)
+            if a.forget != NULL:
+                a.forget(a, old)
+            else:
+                poison(a, PKV_FAULT_PAGE, old)
         result = <int64_t>old if a.fault == PKV_FAULT_NONE else -PKV_TAMPER
     elif a.pages[old].refcount == <uint32_t>0xFFFFFFFF:
         result = -PKV_BAD_INPUT
@@ -371,7 +379,7 @@ cdef class Sequence:
             raise self.refuse(code, f"the system refused memory for a table of {max_pages} pages")
 
     def __dealloc__(self):
-        if self.ptr != NULL:
+        if self.ptr != NULL and self.ptr.arena == (self.arena.ptr if self.arena is not None else NULL):
             pkv_seq_destroy(self.ptr)
 
     def __enter__(self):
