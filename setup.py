@@ -61,6 +61,31 @@ class BuildExt(build_ext):
 
         compiler._compile = compile_with_isa_flags
         super().build_extensions()
+        self.record_build()
+
+    def record_build(self):
+        """Write what made this build beside the package, for benchmark results and bug reports."""
+        import json
+
+        package = Path(self.get_ext_fullpath("pagedkv.core._kernels")).parent.parent
+        command = self.compiler.compiler_so[0] if getattr(self.compiler, "compiler_so", None) else "cc"
+        record = {
+            "commit": first_line("git", "rev-parse", "HEAD"),
+            "compiler": first_line(command, "--version"),
+            "flags": " ".join([*flags, *os.environ.get("CFLAGS", "").split()]),
+        }
+        package.joinpath("build.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def first_line(*command):
+    """The first line a command prints, None when it fails or prints nothing."""
+    import subprocess
+
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.partition("\n")[0].strip() or None
 
 
 def require_c_compiler():
@@ -78,7 +103,11 @@ def require_c_compiler():
 
 
 def extensions():
-    """Every core/*.pyx is one extension; only core/_kernels links csrc."""
+    """Every core/*.pyx is one extension; only core/_kernels links csrc.
+
+    What an extension depends on is also what a source distribution contains: the sources of every ISA, not of this machine's alone.
+    """
+    headers = [*Path("csrc").glob("*.h"), *Path("pagedkv", "include", "pagedkv").glob("*.h")]
     found = []
     for path in sorted(Path("pagedkv", "core").glob("*.pyx")):
         csrc = [str(Path("csrc", name)) for name in [*COMMON_SOURCES, *isa_flags]] if path.stem == "_kernels" else []
@@ -87,7 +116,7 @@ def extensions():
                 f"pagedkv.core.{path.stem}",
                 [str(path), *csrc],
                 include_dirs=["csrc", str(Path("pagedkv", "include"))],
-                depends=[str(h) for h in [*Path("csrc").glob("*.h"), *Path("pagedkv", "include", "pagedkv").glob("*.h")]],
+                depends=sorted(str(path) for path in [*headers, *(Path("csrc").glob("*.c") if csrc else [])]),
                 define_macros=[(f"PKV_HAVE_{Path(name).stem[2:].upper()}", "1") for name in isa_flags],
                 extra_compile_args=flags,
                 extra_link_args=link_flags,

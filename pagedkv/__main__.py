@@ -1,0 +1,7 @@
+"""`python -m pagedkv`."""
+
+import sys
+
+from pagedkv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,233 @@
+"""The `pagedkv` command: options, exit statuses and error lines. What each command does is in pagedkv/commands.
+
+Exit status 0: done. 1: a failure, one line on standard error. 2: wrong usage, one line on standard error. 130: Ctrl-C. 141: the
+reader of standard output went away. `--debug` shows the traceback of a failure. Heavy imports wait until a command needs them.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+MAX_THREADS = 1024
+
+
+class _Options(dict):
+    """State shared by the commands of one call: whether a failure shows its traceback."""
+
+
+def _set_debug(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value and isinstance(context.obj, _Options):
+        context.obj["debug"] = True
+
+
+def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from pagedkv.version import version
+
+        click.echo(f"pagedkv {version()}")
+        context.exit()
+
+
+def _batch_sizes(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    sizes = [int(part) if part.strip().isdigit() else 0 for part in value.split(",")]
+    if not all(1 <= size <= 4096 for size in sizes):
+        raise click.BadParameter(f"{value!r} is not a list of integers in [1, 4096], such as 1,8,32")
+    return sizes
+
+
+_debug = click.option(
+    "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_set_debug, help="Show tracebacks of failures."
+)
+_model = click.option(
+    "--model", default=DEFAULT_MODEL, show_default=True, metavar="M", help="Catalogue name or path of a GGUF file."
+)
+_threads = click.option(
+    "--threads",
+    type=click.IntRange(1, MAX_THREADS),
+    metavar="N",
+    help="Threads of the computation.  [default: PAGEDKV_THREADS, or what affinity and CPU quota grant]",
+)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
+@_debug
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Run language models on the CPU from a paged KV cache."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(2)
+
+
+def _command(function: Callable[..., Any]) -> click.Command:
+    return cli.command()(_debug(function))
+
+
+@_command
+@_model
+@click.option("--prompt", "prompts", multiple=True, metavar="P", help="A prompt; may be given several times.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, metavar="N", help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, metavar="T", help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, metavar="K", help="Sample from the K best tokens.  [default: all]")
+@click.option("--top-p", type=float, default=1.0, show_default=True, metavar="P", help="Sample from this share.")
+@click.option("--seed", type=int, metavar="S", help="Same seed, same text.  [default: a fresh one each time]")
+@_threads
+@click.option(
+    "--kv-format", type=click.Choice(["f32", "f16", "int8"]), default="f16", show_default=True, help="Format of K and V."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each prompt.")
+def generate(
+    model: str,
+    prompts: tuple[str, ...],
+    max_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    threads: int | None,
+    kv_format: str,
+    as_json: bool,
+) -> None:
+    """Continue prompts: from --prompt, or from standard input, one a line. Streams the text of a single one."""
+    from pagedkv.commands import generate
+    from pagedkv.engine.params import SamplingParams
+
+    try:
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if not prompts and sys.stdin is not None and sys.stdin.isatty():
+        raise click.UsageError("no prompt: give --prompt, or prompts on standard input, one a line")
+    generate.run(model, list(prompts), params, threads=threads, kv_format=kv_format, as_json=as_json)
+
+
+@_command
+@_model
+def chat(model: str) -> None:
+    """Talk with a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."""
+    from pagedkv.commands import chat
+
+    chat.run(model)
+
+
+@_command
+@_model
+@_threads
+@click.option("--prompt-tokens", type=click.IntRange(1, 1 << 20), default=128, show_default=True, metavar="N")
+@click.option("--gen-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True, metavar="N")
+@click.option("--batch", default="1,8,32", show_default=True, callback=_batch_sizes, metavar="B,B,...", help="Batch sizes.")
+@click.option("--profile", is_flag=True, help="Show how the time divides among the operations of a step.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each batch size, all samples kept.")
+def bench(
+    model: str,
+    threads: int | None,
+    prompt_tokens: int,
+    gen_tokens: int,
+    batch: list[int],
+    profile: bool,
+    as_json: bool,
+) -> None:
+    """Measure prefill and decode speed at several batch sizes."""
+    from pagedkv.commands import bench
+
+    bench.run(
+        model,
+        threads=threads,
+        prompt_tokens=prompt_tokens,
+        gen_tokens=gen_tokens,
+        batches=batch,
+        profile=profile,
+        as_json=as_json,
+    )
+
+
+@_command
+@click.argument("name")
+def pull(name: str) -> None:
+    """Bring catalogue model NAME into the cache directory and print its path."""
+    from pagedkv.models.catalogue import pull
+
+    click.echo(pull(name, progress=on_terminal()))
+
+
+@_command
+@click.argument("model")
+def info(model: str) -> None:
+    """Describe MODEL: a catalogue name or a GGUF file."""
+    from pagedkv.commands import info
+
+    info.run(model)
+
+
+@_command
+def doctor() -> None:
+    """Tell what this machine offers, what will be used, and what to change."""
+    from pagedkv.commands import doctor
+
+    doctor.run()
+
+
+def on_terminal() -> bool:
+    """Whether a person watches standard error, so that progress bars make sense."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (default: sys.argv) and return the exit status. Never raises for bad input."""
+    options = _Options(debug=False)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets a substitute
+            stream.reconfigure(errors="replace")
+    try:
+        with cli.make_context("pagedkv", list(sys.argv[1:] if arguments is None else arguments), obj=options) as context:
+            cli.invoke(context)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:
+        _discard_output()
+        return 141
+    except Exception as error:
+        if options["debug"] and not isinstance(error, click.ClickException):
+            import traceback
+
+            traceback.print_exc()
+        else:
+            print(error_line(error), file=sys.stderr)
+        return error.exit_code if isinstance(error, click.ClickException) else 1
+    return 0
+
+
+def error_line(error: Exception) -> str:
+    """The one line that tells a person what went wrong."""
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "pagedkv"
+        return f"{path}: {_flat(error.format_message())} ('{path} --help' lists the options)"
+    if isinstance(error, click.ClickException):
+        return f"pagedkv: {_flat(error.format_message())}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"pagedkv: {f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+    if isinstance(error, (ValueError, ImportError, MemoryError, OSError)) or type(error).__module__.startswith("pagedkv"):
+        return f"pagedkv: {_flat(str(error)) or type(error).__name__}"
+    return f"pagedkv: internal error, {type(error).__name__}: {_flat(str(error))} (--debug shows where)"
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _discard_output() -> None:
+    """Point standard output at nothing, so that the interpreter's last flush cannot fail."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)

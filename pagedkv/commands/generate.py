@@ -1,0 +1,125 @@
+"""`pagedkv generate`: continue prompts, streaming one or batching many."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.cli import on_terminal
+
+if TYPE_CHECKING:
+    from pagedkv import LLM, RequestOutput, SamplingParams
+
+
+@dataclass
+class Completion:
+    """A finished prompt. prefill_s: from its submission to its first token; decode_s: from there to its last."""
+
+    output: "RequestOutput"
+    prefill_s: float
+    decode_s: float
+
+    def row(self) -> dict[str, Any]:
+        """What --json prints of it."""
+        completion = self.output.outputs[0]
+        return {
+            "prompt": self.output.prompt,
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": len(self.output.prompt_token_ids),
+            "completion_tokens": len(completion.token_ids),
+            "prefill_s": round(self.prefill_s, 6),
+            "decode_s": round(self.decode_s, 6),
+        }
+
+
+def run(
+    model: str, prompts: list[str], params: "SamplingParams", *, threads: int | None, kv_format: str, as_json: bool
+) -> None:
+    """Print what the model writes. Without prompts they are the lines of standard input; ValueError for an empty one."""
+    prompts = prompts or read_prompts()
+    for i, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise ValueError(f"prompt {i} of {len(prompts)} is empty")
+
+    from pagedkv.llm import LLM
+
+    with LLM(model, threads=threads, kv_format=kv_format) as llm:
+        if len(prompts) == 1 and not as_json:
+            _stream(llm, prompts[0], params)
+            return
+        for completion in complete(llm, prompts, params):
+            if as_json:
+                print(json.dumps(completion.row()), flush=True)
+            else:
+                print(f"{completion.output.prompt}{completion.output.outputs[0].text}\n", flush=True)
+
+
+def read_prompts() -> list[str]:
+    """The lines of standard input without their ends. ValueError when there are none or they are not text."""
+    if sys.stdin is None:
+        raise ValueError("no prompt: standard input is closed and --prompt was not given")
+    try:
+        prompts = [line.rstrip("\r\n") for line in sys.stdin]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input: byte {error.object[error.start]:#04x} is not {error.encoding} text") from None
+    if not prompts:
+        raise ValueError("no prompt: standard input is empty and --prompt was not given")
+    return prompts
+
+
+def complete(llm: "LLM", prompts: list[str], params: "SamplingParams") -> Iterator[Completion]:
+    """Run all prompts in one batch and yield them in order, each as soon as it and all before it are finished.
+
+    ValueError, before anything is computed, names the prompt that was refused.
+    """
+    submitted, first_token, finished = {}, {}, {}
+    order = []
+    for i, prompt in enumerate(prompts, 1):
+        try:
+            order.append(llm.engine.add_request(prompt, params))
+        except ValueError as error:
+            raise ValueError(f"prompt {i} of {len(prompts)}: {error}" if len(prompts) > 1 else str(error)) from None
+        submitted[order[-1]] = time.perf_counter()
+    waiting = iter(order)
+    current = next(waiting, None)
+    while current is not None:
+        outputs = llm.engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            started = first_token.setdefault(output.request_id, now)
+            if output.finished:
+                finished[output.request_id] = Completion(output, started - submitted[output.request_id], now - started)
+        while current in finished:
+            yield finished.pop(current)
+            current = next(waiting, None)
+
+
+def _stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
+    submitted = time.perf_counter()
+    first_token = None
+    shown = 0
+    for output in llm.stream(prompt, params):
+        first_token = first_token or time.perf_counter()
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+    print()
+    if on_terminal() and first_token:
+        done = Completion(output, first_token - submitted, time.perf_counter() - first_token)
+        print(speed_line(done), file=sys.stderr)
+
+
+def speed_line(completion: Completion) -> str:
+    """Counts and speeds of a finished prompt in words."""
+    row = completion.row()
+    rate = (row["completion_tokens"] - 1) / completion.decode_s if completion.decode_s > 0 else 0.0
+    speed = f", {rate:.0f} tokens/s" if rate else ""
+    return (
+        f"[{row['prompt_tokens']} prompt tokens, first token after {completion.prefill_s:.2f} s, "
+        f"{row['completion_tokens']} new tokens{speed}, {row['finish_reason']}]"
+    )

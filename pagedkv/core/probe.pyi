@@ -1,0 +1,3 @@
+from typing import Any
+
+def read_bandwidth(pool: Any, n_bytes: int = ..., repeats: int = ...) -> float: ...
