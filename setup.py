@@ -2,11 +2,11 @@
 
 Environment:
     PAGEDKV_DEBUG=1      asserts and the level 1 checker on every call (PKV_ASSERT), -O1 -g
-    PAGEDKV_SANITIZE=X   -fsanitize=X on everything, with PAGEDKV_DEBUG's flags (address, undefined, thread; comma separated)
+    PAGEDKV_SANITIZE=X   -fsanitize=X on everything, with PAGEDKV_DEBUG's flags (address, undefined, thread)
     CFLAGS, LDFLAGS      appended by setuptools as usual
 
-Building never looks at the build host's CPU: every ISA of the target architecture is compiled with its own flags and chosen
-at run time.
+Building never looks at the build host's CPU: every ISA of the target architecture is compiled with its own flags and
+chosen at run time.
 """
 
 import os
@@ -27,11 +27,11 @@ ARM_ISA_FLAGS = {
     "k_neon.c": ["-march=armv8.2-a+fp16+dotprod"],
 }
 COMMON_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "k_scalar.c"]
-# Contraction would fuse a*b+c behind the specification's back; -fno-math-errno lets sqrtf be one instruction, same bits.
+# Contraction would fuse a*b+c behind the specification's back; -fno-math-errno lets sqrtf be one instruction.
 STRICT_FLAGS = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
 machine = os.environ.get("PAGEDKV_TARGET", platform.machine()).lower()
-isa_flags = {"x86_64": X86_ISA_FLAGS, "amd64": X86_ISA_FLAGS, "aarch64": ARM_ISA_FLAGS, "arm64": ARM_ISA_FLAGS}.get(machine, {})
+isa_flags = X86_ISA_FLAGS if machine in ("x86_64", "amd64") else ARM_ISA_FLAGS if machine in ("aarch64", "arm64") else {}
 isa_flags = {name: flags for name, flags in isa_flags.items() if Path("csrc", name).exists()}
 
 sanitize = os.environ.get("PAGEDKV_SANITIZE", "")
@@ -63,11 +63,16 @@ class BuildExt(build_ext):
         super().build_extensions()
         self.record_build()
 
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        self.copy_file(str(Path(self.build_lib, "pagedkv", "build.json")), str(Path("pagedkv", "build.json")))
+
     def record_build(self):
-        """Write what made this build beside the package, for benchmark results and bug reports."""
+        """Write what made this build into the package, for benchmark results and bug reports."""
         import json
 
-        package = Path(self.get_ext_fullpath("pagedkv.core._kernels")).parent.parent
+        package = Path(self.build_lib, "pagedkv")
+        package.mkdir(parents=True, exist_ok=True)
         command = self.compiler.compiler_so[0] if getattr(self.compiler, "compiler_so", None) else "cc"
         record = {
             "commit": first_line("git", "rev-parse", "HEAD"),
@@ -105,7 +110,7 @@ def require_c_compiler():
 def extensions():
     """Every core/*.pyx is one extension; only core/_kernels links csrc.
 
-    What an extension depends on is also what a source distribution contains: the sources of every ISA, not of this machine's alone.
+    What an extension depends on also goes into a source distribution: the sources of every ISA, not of this machine's.
     """
     headers = [*Path("csrc").glob("*.h"), *Path("pagedkv", "include", "pagedkv").glob("*.h")]
     found = []

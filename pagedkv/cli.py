@@ -1,7 +1,8 @@
 """The `pagedkv` command: options, exit statuses and error lines. What each command does is in pagedkv/commands.
 
-Exit status 0: done. 1: a failure, one line on standard error. 2: wrong usage, one line on standard error. 130: Ctrl-C. 141: the
-reader of standard output went away. `--debug` shows the traceback of a failure. Heavy imports wait until a command needs them.
+Exit status 0: done. 1: a failure, one line on standard error. 2: wrong usage, one line on standard error. 130: Ctrl-C.
+141: the reader of standard output went away. `--debug` shows the traceback of a failure. Heavy imports wait until a
+command needs them.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+KV_FORMATS = ["f32", "f16", "int8"]
 MAX_THREADS = 1024
 
 
@@ -79,9 +81,7 @@ def _command(function: Callable[..., Any]) -> click.Command:
 @click.option("--top-p", type=float, default=1.0, show_default=True, metavar="P", help="Sample from this share.")
 @click.option("--seed", type=int, metavar="S", help="Same seed, same text.  [default: a fresh one each time]")
 @_threads
-@click.option(
-    "--kv-format", type=click.Choice(["f32", "f16", "int8"]), default="f16", show_default=True, help="Format of K and V."
-)
+@click.option("--kv-format", type=click.Choice(KV_FORMATS), default="f16", show_default=True, help="Format of K and V.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each prompt.")
 def generate(
     model: str,
@@ -122,7 +122,7 @@ def chat(model: str) -> None:
 @_threads
 @click.option("--prompt-tokens", type=click.IntRange(1, 1 << 20), default=128, show_default=True, metavar="N")
 @click.option("--gen-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True, metavar="N")
-@click.option("--batch", default="1,8,32", show_default=True, callback=_batch_sizes, metavar="B,B,...", help="Batch sizes.")
+@click.option("--batch", default="1,8,32", show_default=True, callback=_batch_sizes, metavar="B,...", help="Batch sizes.")
 @click.option("--profile", is_flag=True, help="Show how the time divides among the operations of a step.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each batch size, all samples kept.")
 def bench(
@@ -185,8 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets a substitute
             stream.reconfigure(errors="replace")
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with cli.make_context("pagedkv", list(sys.argv[1:] if arguments is None else arguments), obj=options) as context:
+        with cli.make_context("pagedkv", words, obj=options) as context:
             cli.invoke(context)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -217,7 +218,8 @@ def error_line(error: Exception) -> str:
         return f"pagedkv: {_flat(error.format_message())}"
     if isinstance(error, OSError) and error.strerror:
         return f"pagedkv: {f'{error.filename}: ' if error.filename else ''}{error.strerror}"
-    if isinstance(error, (ValueError, ImportError, MemoryError, OSError)) or type(error).__module__.startswith("pagedkv"):
+    ours = type(error).__module__.startswith("pagedkv.")
+    if ours or isinstance(error, (ValueError, ImportError, MemoryError, OSError)):
         return f"pagedkv: {_flat(str(error)) or type(error).__name__}"
     return f"pagedkv: internal error, {type(error).__name__}: {_flat(str(error))} (--debug shows where)"
 

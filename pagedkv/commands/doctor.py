@@ -89,7 +89,7 @@ def _instruction_sets() -> Finding:
     if chosen != names[0]:
         problem = f"{names[0]} is faster than {chosen}; unset PAGEDKV_ISA"
     elif chosen == "scalar":
-        problem = "no SIMD kernels run here: the processor, or the virtual machine's CPU model, lacks AVX2 or dot products"
+        problem = "no SIMD kernels run here: give the virtual machine the host's CPU model, or use a newer processor"
     return Finding("instruction sets", f"{', '.join(names)}; uses {chosen}{forced}", problem)
 
 
@@ -124,8 +124,8 @@ def _memory() -> Finding:
     from pagedkv.engine.memory import available_memory
 
     free = available_memory()
-    problem = f"less than {size(LOW_MEMORY)} is left; stop other programs or raise the memory limit" if free < LOW_MEMORY else ""
-    return Finding("memory", f"{size(free)} available", problem)
+    fix = f"less than {size(LOW_MEMORY)} is left; stop other programs or raise the memory limit"
+    return Finding("memory", f"{size(free)} available", fix if free < LOW_MEMORY else "")
 
 
 def huge_pages(setting: Path) -> Finding:
@@ -148,10 +148,8 @@ def _bandwidth() -> Finding:
         speed = read_bandwidth(pool, PROBE_BYTES)
     except (ImportError, ValueError, MemoryError) as error:
         return Finding("read bandwidth", "not measured", f"{error}")
-    return Finding(
-        "read bandwidth",
-        f"{speed / 1e9:.1f} GB/s with {pool.n_threads} threads: decoding one sequence cannot read a model's weights faster",
-    )
+    bound = "decoding one sequence cannot read a model's weights faster"
+    return Finding("read bandwidth", f"{speed / 1e9:.1f} GB/s with {pool.n_threads} threads: {bound}")
 
 
 def _cache_directory() -> Finding:
@@ -161,5 +159,5 @@ def _cache_directory() -> Finding:
     existing = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     problem = ""
     if not os.access(existing, os.W_OK):
-        problem = f"{existing} cannot be written to, so no model can be pulled; set PAGEDKV_HOME to a directory of yours"
+        problem = f"{existing} cannot be written to, so no model can be pulled; set PAGEDKV_HOME to another directory"
     return Finding("model cache", str(directory), problem)

@@ -39,7 +39,7 @@ class Completion:
 def run(
     model: str, prompts: list[str], params: "SamplingParams", *, threads: int | None, kv_format: str, as_json: bool
 ) -> None:
-    """Print what the model writes. Without prompts they are the lines of standard input; ValueError for an empty one."""
+    """Print what the model writes. No prompts: the lines of standard input are. ValueError for an empty one."""
     prompts = prompts or read_prompts()
     for i, prompt in enumerate(prompts, 1):
         if not prompt:
@@ -65,7 +65,8 @@ def read_prompts() -> list[str]:
     try:
         prompts = [line.rstrip("\r\n") for line in sys.stdin]
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input: byte {error.object[error.start]:#04x} is not {error.encoding} text") from None
+        byte = error.object[error.start]
+        raise ValueError(f"standard input: byte {byte:#04x} is not {error.encoding} text") from None
     if not prompts:
         raise ValueError("no prompt: standard input is empty and --prompt was not given")
     return prompts
@@ -76,8 +77,10 @@ def complete(llm: "LLM", prompts: list[str], params: "SamplingParams") -> Iterat
 
     ValueError, before anything is computed, names the prompt that was refused.
     """
-    submitted, first_token, finished = {}, {}, {}
-    order = []
+    submitted: dict[str, float] = {}
+    first_token: dict[str, float] = {}
+    finished: dict[str, Completion] = {}
+    order: list[str] = []
     for i, prompt in enumerate(prompts, 1):
         try:
             order.append(llm.engine.add_request(prompt, params))

@@ -6,7 +6,7 @@ from pagedkv.cli import on_terminal
 
 
 def run(model: str) -> None:
-    """Print the description of a catalogue name or a file, a `name: value` a line. ModelError for what cannot be used."""
+    """Print the description of a catalogue name or a file, `name: value` a line. ModelError for what cannot be used."""
     for name, value in describe(model).items():
         print(f"{name + ':':22}{value}")
 

@@ -22,9 +22,9 @@ def _number(path: Path) -> list[str]:
 
 
 def cgroup_quota(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> float | None:
-    """Smallest CPU quota, in processors, over this process's cgroup and all its ancestors (v2 and v1); None: unlimited.
+    """Smallest CPU quota, in processors, over this process's cgroup and all its ancestors (v2, v1); None: unlimited.
 
-    `root` and `membership` name the mounted hierarchy and the membership file, so that it can be tested on made-up trees.
+    `root` and `membership` name the mounted hierarchy and the membership file, to be tested on made-up trees.
     """
     try:
         lines = Path(membership).read_text().splitlines()
