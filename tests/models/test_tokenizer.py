@@ -161,6 +161,15 @@ class TestSpecialTokens:
         assert tokenizer.special_ids.isdisjoint(tokenizer.encode(text))
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
+    @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+    def test_neither_merges_nor_whole_words_end_in_one(self, tmp_path, pre):
+        world = tiny.TOKENS.index("Ġworld")
+        types = (w.ARRAY, (w.I32, [3 if i == world else kind for i, kind in enumerate(tiny.TYPES)]))
+        tokenizer = build(tmp_path, tokenizer__ggml__pre=(w.STRING, pre), tokenizer__ggml__token_type=types)
+        ids = tokenizer.encode(" world", add_special_tokens=False)
+        assert ids == [tiny.TOKENS.index("Ġworl"), tiny.TOKENS.index("d")]
+        assert tokenizer.encode("Ġworld", add_special_tokens=False, allow_special=True) == [world]
+
     def test_user_defined_tokens_are_text(self, tokenizer):
         tool = tiny.TOKENS.index("<tool>")
         assert tokenizer.encode("a<tool>") == [tiny.TOKENS.index("a"), tool]
