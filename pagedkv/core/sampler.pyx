@@ -2,9 +2,10 @@
 
 A draw depends on its own row of logits, its parameters and (seed, index, position) alone: the random number is block
 (position, index) of a Philox 4x32-10 stream keyed by the seed. Candidates are ordered by (logit descending, token id
-ascending) and their weights exp((x - max) / temperature) are summed in that order in double precision; without top-k
-and min-p the total is the 16-lane sum of the softmax kernel over token ids. Candidates are found in bands of falling
-logits, so the vocabulary is sorted only as far as the draw has to look.
+ascending) and their weights exp((x - max) / temperature) are summed in that order in double precision. Totals over the
+whole vocabulary (without top-k and min-p, and for logprobs) are the softmax kernel's float32 sums of 1024 token ids
+each, added in double in ascending order. Candidates are found in bands of falling logits, so the vocabulary is sorted
+only as far as the draw has to look.
 """
 
 cimport cython
@@ -29,7 +30,12 @@ cdef extern from "pkv_sampling.h" nogil:
     void pkv_philox(uint32_t *counter, uint32_t k0, uint32_t k1) noexcept
 
 
-cdef int MAX_THREADS = 8
+cdef enum:
+    MAX_THREADS = 8
+    SUM_LENGTH = 1024
+    N_BANDS = 6
+
+cdef float[N_BANDS] BAND_DEPTH = [3, 6, 9, 13, 20, INFINITY]
 
 
 cdef double uniform(uint64_t seed, uint32_t index, uint32_t position) noexcept nogil:
@@ -49,10 +55,14 @@ cdef float maximum(Scratch *s, const float *x, int64_t n) noexcept nogil:
     return kern.vmax(s.block_max, n_blocks)
 
 
-cdef enum:
-    N_BANDS = 6
-
-cdef float[N_BANDS] BAND_DEPTH = [3, 6, 9, 13, 20, INFINITY]
+cdef double weigh(Scratch *s, const float *x, int64_t n, float top, float inv_temperature) noexcept nogil:
+    """Set s.weights to exp((x[n] - top) * inv_temperature); returns their total."""
+    cdef double total = 0
+    cdef int64_t block, start
+    for block in range((n + SUM_LENGTH - 1) // SUM_LENGTH):
+        start = block * SUM_LENGTH
+        total += kern.softmax(s.weights + start, x + start, min(<int64_t>SUM_LENGTH, n - start), top, inv_temperature)
+    return total
 
 
 cdef int64_t next_band(Scratch *s, const float *x, int64_t n, int64_t found, int band, float top,
@@ -69,8 +79,8 @@ cdef int64_t next_band(Scratch *s, const float *x, int64_t n, int64_t found, int
     return found + more
 
 
-cdef int32_t draw(Row *row, Scratch *s, const float *x, int64_t n, float top, float *full_sum) noexcept nogil:
-    """A token id drawn from x[n]. Without top-k and min-p, *full_sum is set to the weights' 16-lane total."""
+cdef int32_t draw(Row *row, Scratch *s, const float *x, int64_t n, float top, double *full_sum) noexcept nogil:
+    """A token id drawn from x[n]. Without top-k and min-p, *full_sum is set to the total of all weights."""
     cdef bint limited = row.min_p > 0 or 0 < row.top_k < n
     cdef int64_t keep = row.top_k if 0 < row.top_k < n else n
     cdef int64_t found = 0, fresh, count = 0, i
@@ -79,7 +89,7 @@ cdef int32_t draw(Row *row, Scratch *s, const float *x, int64_t n, float top, fl
     cdef bint closed = False
     cdef int band
     if not limited:
-        full_sum[0] = kern.softmax(s.weights, x, n, top, row.inv_temperature)
+        full_sum[0] = weigh(s, x, n, top, row.inv_temperature)
         total = full_sum[0]
         enough = row.top_p * total if row.top_p < 1 else u * total
     for band in range(N_BANDS):
@@ -140,14 +150,14 @@ cdef bint adjust(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil
 
 
 cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token, float top,
-                 float weight_sum) noexcept nogil:
+                 double weight_sum) noexcept nogil:
     """Set the row's logprob (and rank and best tokens if wanted) of `token` under the raw logits x[n].
     weight_sum: the total of exp(x - top), or 0 if it has not been computed."""
     cdef int64_t found = 0, i
     cdef double base
     cdef int band
     if weight_sum == 0:
-        weight_sum = kern.softmax(s.weights, x, n, top, 1)
+        weight_sum = weigh(s, x, n, top, 1)
     base = <double>top + log_double(weight_sum)
     row.token = token
     row.logprob = <float>(<double>x[token] - base)
@@ -166,7 +176,8 @@ cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token,
 
 cdef void sample_row(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil:
     """Draw the row's next token from the raw logits x[n] and report it; sets row.status."""
-    cdef float top, raw_top = 0, weight_sum = 0
+    cdef float top, raw_top = 0
+    cdef double weight_sum = 0
     cdef const float *y = x
     cdef int64_t token = 0
     row.status = ROW_NOT_FINITE

@@ -209,11 +209,11 @@ def test_logprob_is_of_the_raw_logits(params):
     logits = rows_of(6)
     expected = special.log_softmax(logits[0].astype(np.float64))
     state = sample_one(logits, seed=8, logprobs=5, **params)
-    assert abs(state.logprob - expected[state.token]) < 2e-5
+    assert abs(state.logprob - expected[state.token]) < 4e-6
     assert state.rank == 1 + int((logits[0] > logits[0, state.token]).sum())
     best = np.argsort(-logits[0], kind="stable")[:5]
     assert [token for token, _ in state.top] == list(best)
-    assert np.abs(np.array([value for _, value in state.top]) - expected[best]).max() < 2e-5
+    assert np.abs(np.array([value for _, value in state.top]) - expected[best]).max() < 4e-6
     assert np.float32(state.logprob) == state.logprob
 
 
@@ -221,9 +221,9 @@ def test_score_gives_the_targets_logprob_and_rank():
     logits = rows_of(7, m=2)
     expected = special.log_softmax(logits.astype(np.float64), axis=1)
     (logprob, rank, top), other = Sampler(VOCAB).score(logits, [1, 0], [123, 4], 3)
-    assert abs(logprob - expected[1, 123]) < 2e-5
+    assert abs(logprob - expected[1, 123]) < 4e-6
     assert rank == 1 + int((logits[1] > logits[1, 123]).sum())
-    assert len(top) == 3 and abs(other[0] - expected[0, 4]) < 2e-5
+    assert len(top) == 3 and abs(other[0] - expected[0, 4]) < 4e-6
 
 
 def test_penalties_by_their_definition():
