@@ -3,7 +3,8 @@
  *
  *   dot_start(type, offset)     offset: what to add to the sum because weights are stored unsigned, int32 [16]
  *   dot_step(type, sum, w, x)   w: unsigned bytes of one line, x: the same 4 activations 16 times
- *   dot_end(type, sum, offset)  int32 [16], the sum with the offset in it */
+ *   dot_end(type, sum, offset)  int32 [16], the sum with the offset in it
+ *   TILE_TOKENS                 the most tokens, up to 6, that a tile of two panels holds in registers */
 #include <immintrin.h>
 #include <string.h>
 
@@ -85,11 +86,11 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
         }
 }
 
-/* P panels for all tokens, in tiles of nearly equal size of at most 6. */
+/* P panels for all tokens, in tiles of nearly equal size. */
 INLINE void block_panels(const int type, const int P, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x,
                          int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
-    for (int64_t t = 0, n_tiles = (n_tokens + 5) / 6; n_tiles; n_tiles--) {
+    for (int64_t t = 0, n_tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS; n_tiles; n_tiles--) {
         int64_t n = (n_tokens - t + n_tiles - 1) / n_tiles;
         float *o = out + t * out_stride;
         switch (n) {

@@ -9,6 +9,8 @@
 
 /* Nibbles: 8 products of 15 * 127 * 2 at most fit int16, so a whole block adds up there. Bytes: |w| times x with the sign of w stays
  * within int16 where the unsigned storage would saturate, so no offset is needed. */
+enum { TILE_TOKENS = 4 };
+
 static inline __m512i dot_start(int type, __m512i offset)
 {
     (void)type;
@@ -39,6 +41,20 @@ static inline __m512i dot_end(int type, __m512i sum, __m512i offset)
 INLINE __mmask16 first(int64_t n) /* the first n lanes, all for n >= 16 */
 {
     return n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1);
+}
+
+/* The next 16 of n values; lanes past the end read as zero and are not written. Masked stores are slow: only tails use them. */
+INLINE __m512 load16(const float *p, int64_t n)
+{
+    return n >= 16 ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps(first(n), p);
+}
+
+INLINE void store16(float *p, int64_t n, __m512 x)
+{
+    if (n >= 16)
+        _mm512_storeu_ps(p, x);
+    else
+        _mm512_mask_storeu_ps(p, first(n), x);
 }
 
 INLINE float tree_sum(__m512 lane)
@@ -144,36 +160,74 @@ INLINE __m512i magnitude(__m512 x)
     return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
 }
 
-/* Largest magnitude, as bits, to the scale of a row and what to multiply by (0 for a row of zeros). */
-INLINE float row_scale(uint32_t largest, float *inverse)
+/* Reduce four registers at once: lane i of the result is the op of all lanes of r[i]. */
+#define FOLD4(name, op512, op256, op128)                                                                                           \
+    INLINE __m128i name(const __m512i r[4])                                                                                        \
+    {                                                                                                                              \
+        __m512i a = op512(_mm512_unpacklo_epi32(r[0], r[1]), _mm512_unpackhi_epi32(r[0], r[1]));                                   \
+        __m512i b = op512(_mm512_unpacklo_epi32(r[2], r[3]), _mm512_unpackhi_epi32(r[2], r[3]));                                   \
+        __m512i c = op512(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));                                               \
+        __m256i d = op256(_mm512_castsi512_si256(c), _mm512_extracti64x4_epi64(c, 1));                                             \
+        return op128(_mm256_castsi256_si128(d), _mm256_extracti128_si256(d, 1));                                                   \
+    }
+FOLD4(fold4_max, _mm512_max_epu32, _mm256_max_epu32, _mm_max_epu32)
+FOLD4(fold4_add, _mm512_add_epi32, _mm256_add_epi32, _mm_add_epi32)
+
+INLINE void store4(float *p, int64_t n, __m128 x)
 {
-    float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)largest)));
-    int finite = largest < 0x7f800000u, plain = finite && amax >= 0x1p-100f;
-    *inverse = plain ? 127.0f / amax : 0.0f;
-    return plain ? amax * (1.0f / 127.0f) : finite ? 0.0f : NAN;
+    if (n == 4)
+        _mm_storeu_ps(p, x);
+    else
+        _mm_mask_storeu_ps(p, (__mmask8)((1u << n) - 1), x);
 }
 
-/* 16 values as int8, zero where the row is */
-INLINE __m128i quantised(__m512 x, float inverse)
+/* Blocks [0, n) of four, n <= 4; the others read as zeros and are not stored. */
+INLINE void quant_blocks(int64_t n, int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
+                         const float *restrict x)
 {
-    __mmask16 k = inverse == 0.0f ? 0 : 0xffff;
-    return _mm512_cvtepi32_epi8(_mm512_maskz_cvtps_epi32(k, _mm512_mul_ps(x, _mm512_set1_ps(inverse))));
+    __m512 x0[4], x1[4];
+    __m512i r[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        x0[i] = i < n ? _mm512_loadu_ps(x + 32 * i) : _mm512_setzero_ps();
+        x1[i] = i < n ? _mm512_loadu_ps(x + 32 * i + 16) : _mm512_setzero_ps();
+        r[i] = _mm512_max_epu32(magnitude(x0[i]), magnitude(x1[i]));
+    }
+    __m128i largest = fold4_max(r), sums;
+    __m128 amax = _mm_castsi128_ps(largest), scales;
+    __mmask8 strange = _mm_cmpge_epu32_mask(largest, _mm_set1_epi32(0x7f800000));
+    __mmask8 plain = _mm_mask_cmp_ps_mask((__mmask8)~strange, amax, _mm_set1_ps(0x1p-100f), _CMP_GE_OQ);
+    __m512 inverses = _mm512_castps128_ps512(_mm_maskz_div_ps(plain, _mm_set1_ps(127.0f), amax));
+    scales = _mm_mask_mov_ps(_mm_maskz_mul_ps(plain, amax, _mm_set1_ps(1.0f / 127.0f)), strange, _mm_set1_ps(NAN));
+    UNROLL for (int i = 0; i < 4; i += 2) {
+        __m512i v[4];
+        UNROLL for (int j = 0; j < 2; j++) {
+            __m512 inverse = _mm512_permutexvar_ps(_mm512_set1_epi32(i + j), inverses);
+            __mmask16 k = _mm512_cmp_ps_mask(inverse, _mm512_setzero_ps(), _CMP_GT_OQ); /* 0 times infinity is not 0 */
+            v[2 * j] = _mm512_maskz_cvtps_epi32(k, _mm512_mul_ps(x0[i + j], inverse));
+            v[2 * j + 1] = _mm512_maskz_cvtps_epi32(k, _mm512_mul_ps(x1[i + j], inverse));
+            r[i + j] = _mm512_add_epi32(v[2 * j], v[2 * j + 1]);
+        }
+        __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+        bytes = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+        if (i + 1 < n)
+            _mm512_storeu_si512(q + 32 * i, bytes);
+        else if (i < n)
+            _mm256_storeu_si256((__m256i *)(q + 32 * i), _mm512_castsi512_si256(bytes));
+    }
+    sums = fold4_add(r);
+    store4(scale, n, scales);
+    store4((float *)isum, n, _mm_castsi128_ps(sums));
+    store4(sum, n, _mm_mul_ps(scales, _mm_cvtepi32_ps(sums)));
 }
 
 void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
                          const float *restrict x, int64_t n)
 {
-    for (int64_t b = 0; b < n / 32; b++) {
-        __m512 x0 = _mm512_loadu_ps(x + 32 * b), x1 = _mm512_loadu_ps(x + 32 * b + 16);
-        float inverse;
-        scale[b] = row_scale(_mm512_reduce_max_epu32(_mm512_max_epu32(magnitude(x0), magnitude(x1))), &inverse);
-        __m128i q0 = quantised(x0, inverse), q1 = quantised(x1, inverse), bias = _mm_set1_epi8(-128), zero = _mm_setzero_si128();
-        _mm_storeu_si128((__m128i *)(q + 32 * b), q0);
-        _mm_storeu_si128((__m128i *)(q + 32 * b + 16), q1);
-        __m128i s = _mm_add_epi64(_mm_sad_epu8(_mm_xor_si128(q0, bias), zero), _mm_sad_epu8(_mm_xor_si128(q1, bias), zero));
-        isum[b] = _mm_cvtsi128_si32(_mm_add_epi64(s, _mm_unpackhi_epi64(s, s))) - 32 * 128;
-        sum[b] = scale[b] * (float)isum[b];
-    }
+    int64_t b = 0;
+    for (; b + 4 <= n / 32; b += 4)
+        quant_blocks(4, q + 32 * b, scale + b, sum + b, isum + b, x + 32 * b);
+    if (b < n / 32)
+        quant_blocks(n / 32 - b, q + 32 * b, scale + b, sum + b, isum + b, x + 32 * b);
 }
 
 /* ---- attention over page tiles ---- */
@@ -191,7 +245,7 @@ INLINE void kv_write_float(const int format, uint8_t *restrict tile, const float
     const int64_t head_dim16 = pkv_round_up(head_dim, 16);
     uint8_t *row = tile + pkv_tile_v(format, head_dim, page_tokens) + slot * head_dim16 * pkv_kv_element_bytes(format);
     for (int64_t d = 0; d < head_dim; d += 16) {
-        __m512 kd = _mm512_maskz_loadu_ps(first(head_dim - d), k + d), vd = _mm512_maskz_loadu_ps(first(head_dim - d), v + d);
+        __m512 kd = load16(k + d, head_dim - d), vd = load16(v + d, head_dim - d);
         int64_t n = head_dim - d < 16 ? head_dim - d : 16;
         if (format == PKV_KV_F32) {
             _mm512_storeu_ps((float *)row + d, vd);
@@ -207,11 +261,27 @@ INLINE void kv_write_float(const int format, uint8_t *restrict tile, const float
     }
 }
 
+/* Largest magnitude, as bits, to the scale of a row and what to multiply by (0 for a row of zeros). */
+INLINE float row_scale(uint32_t largest, float *inverse)
+{
+    float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)largest)));
+    int finite = largest < 0x7f800000u, plain = finite && amax >= 0x1p-100f;
+    *inverse = plain ? 127.0f / amax : 0.0f;
+    return plain ? amax * (1.0f / 127.0f) : finite ? 0.0f : NAN;
+}
+
+/* 16 values as int8, zero where the row is */
+INLINE __m128i quantised(__m512 x, float inverse)
+{
+    __mmask16 k = inverse == 0.0f ? 0 : 0xffff;
+    return _mm512_cvtepi32_epi8(_mm512_maskz_cvtps_epi32(k, _mm512_mul_ps(x, _mm512_set1_ps(inverse))));
+}
+
 INLINE float head_scale(const float *x, int64_t n, float *inverse)
 {
     __m512i largest = _mm512_setzero_si512();
     for (int64_t d = 0; d < n; d += 16)
-        largest = _mm512_max_epu32(largest, magnitude(_mm512_maskz_loadu_ps(first(n - d), x + d)));
+        largest = _mm512_max_epu32(largest, magnitude(load16(x + d, n - d)));
     return row_scale(_mm512_reduce_max_epu32(largest), inverse);
 }
 
@@ -410,10 +480,9 @@ void pkv_kv_write_int8_avx512(uint8_t *restrict tile, const float *restrict k, c
     scales[slot] = head_scale(k, head_dim, &k_inverse);
     scales[page_tokens + slot] = head_scale(v, head_dim, &v_inverse);
     for (int64_t d = 0; d < head_dim; d += 16) {
-        __mmask16 keep = first(head_dim - d);
         int8_t column[16];
-        _mm_storeu_si128((__m128i *)(vt + d), quantised(_mm512_maskz_loadu_ps(keep, v + d), v_inverse));
-        _mm_storeu_si128((__m128i *)column, quantised(_mm512_maskz_loadu_ps(keep, k + d), k_inverse));
+        _mm_storeu_si128((__m128i *)(vt + d), quantised(load16(v + d, head_dim - d), v_inverse));
+        _mm_storeu_si128((__m128i *)column, quantised(load16(k + d, head_dim - d), k_inverse));
         for (int64_t i = 0; i < 16 && d + i < head_dim; i++)
             ((int8_t *)tile)[(d + i) * page_tokens + slot] = column[i];
     }
@@ -423,10 +492,9 @@ float pkv_softmax_avx512(float *y, const float *x, int64_t n, float m, float inv
 {
     __m512 lane = _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 keep = first(n - i);
-        __m512 e = exp16(_mm512_mul_ps(_mm512_sub_ps(_mm512_maskz_loadu_ps(keep, x + i), _mm512_set1_ps(m)), _mm512_set1_ps(inv_t)));
-        _mm512_mask_storeu_ps(y + i, keep, e);
-        lane = _mm512_mask_add_ps(lane, keep, lane, e);
+        __m512 e = exp16(_mm512_mul_ps(_mm512_sub_ps(load16(x + i, n - i), _mm512_set1_ps(m)), _mm512_set1_ps(inv_t)));
+        store16(y + i, n - i, e);
+        lane = _mm512_add_ps(lane, n - i >= 16 ? e : _mm512_maskz_mov_ps(first(n - i), e));
     }
     return tree_sum(lane);
 }
@@ -435,12 +503,11 @@ void pkv_softcap_avx512(float *x, int64_t n, float cap)
 {
     const __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f), sign = _mm512_set1_ps(-0.0f);
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 keep = first(n - i);
-        __m512 z = _mm512_div_ps(_mm512_maskz_loadu_ps(keep, x + i), _mm512_set1_ps(cap));
+        __m512 z = _mm512_div_ps(load16(x + i, n - i), _mm512_set1_ps(cap));
         __m512 e = exp16(_mm512_mul_ps(two, _mm512_andnot_ps(sign, z)));
         __m512 t = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(e, one)));
         t = _mm512_or_ps(_mm512_andnot_ps(sign, t), _mm512_and_ps(sign, z));
-        _mm512_mask_storeu_ps(x + i, keep, _mm512_mul_ps(_mm512_set1_ps(cap), t));
+        store16(x + i, n - i, _mm512_mul_ps(_mm512_set1_ps(cap), t));
     }
 }
 
@@ -449,9 +516,8 @@ void pkv_merge_avx512(float *restrict o, float *restrict m, float *restrict l, c
     float top = *m > m2 ? *m : m2;
     __m512 a = exp16(_mm512_set1_ps(*m - top)), b = exp16(_mm512_set1_ps(m2 - top));
     for (int64_t d = 0; d < n; d += 16) {
-        __mmask16 keep = first(n - d);
-        __m512 old = _mm512_mul_ps(_mm512_maskz_loadu_ps(keep, o + d), a);
-        _mm512_mask_storeu_ps(o + d, keep, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(keep, o2 + d), b, old));
+        __m512 old = _mm512_mul_ps(load16(o + d, n - d), a);
+        store16(o + d, n - d, _mm512_fmadd_ps(load16(o2 + d, n - d), b, old));
     }
     *l = fmaf(l2, _mm512_cvtss_f32(b), *l * _mm512_cvtss_f32(a));
     *m = top;
@@ -463,52 +529,47 @@ void pkv_rmsnorm_avx512(float *restrict y, const float *restrict x, const float 
 {
     __m512 lane = _mm512_setzero_ps(), r;
     for (int64_t i = 0; i < n; i += 16) {
-        __m512 xi = _mm512_maskz_loadu_ps(first(n - i), x + i);
+        __m512 xi = load16(x + i, n - i);
         lane = _mm512_fmadd_ps(xi, xi, lane);
     }
     r = _mm512_set1_ps(1.0f / sqrtf(tree_sum(lane) / (float)n + eps));
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 keep = first(n - i);
-        __m512 xi = _mm512_maskz_loadu_ps(keep, x + i), wi = _mm512_maskz_loadu_ps(keep, w + i);
-        _mm512_mask_storeu_ps(y + i, keep, _mm512_mul_ps(_mm512_mul_ps(xi, r), wi));
+        __m512 xi = load16(x + i, n - i), wi = load16(w + i, n - i);
+        store16(y + i, n - i, _mm512_mul_ps(_mm512_mul_ps(xi, r), wi));
     }
 }
 
 void pkv_silu_mul_avx512(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
 {
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 keep = first(n - i);
-        __m512 gi = _mm512_maskz_loadu_ps(keep, g + i), ui = _mm512_maskz_loadu_ps(keep, u + i);
+        __m512 gi = load16(g + i, n - i), ui = load16(u + i, n - i);
         __m512 e = exp16(_mm512_xor_ps(gi, _mm512_set1_ps(-0.0f)));
         gi = _mm512_div_ps(gi, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
-        _mm512_mask_storeu_ps(y + i, keep, _mm512_mul_ps(gi, ui));
+        store16(y + i, n - i, _mm512_mul_ps(gi, ui));
     }
 }
 
 void pkv_rope_avx512(float *restrict x, const float *restrict cs, int64_t half)
 {
     for (int64_t i = 0; i < half; i += 16) {
-        __mmask16 keep = first(half - i);
-        __m512 a = _mm512_maskz_loadu_ps(keep, x + i), b = _mm512_maskz_loadu_ps(keep, x + half + i);
-        __m512 c = _mm512_maskz_loadu_ps(keep, cs + i), s = _mm512_maskz_loadu_ps(keep, cs + half + i);
-        _mm512_mask_storeu_ps(x + i, keep, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-        _mm512_mask_storeu_ps(x + half + i, keep, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
+        __m512 a = load16(x + i, half - i), b = load16(x + half + i, half - i);
+        __m512 c = load16(cs + i, half - i), s = load16(cs + half + i, half - i);
+        store16(x + i, half - i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        store16(x + half + i, half - i, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
     }
 }
 
 void pkv_add_avx512(float *restrict y, const float *restrict x, int64_t n)
 {
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 keep = first(n - i);
-        _mm512_mask_storeu_ps(y + i, keep, _mm512_add_ps(_mm512_maskz_loadu_ps(keep, y + i), _mm512_maskz_loadu_ps(keep, x + i)));
+        store16(y + i, n - i, _mm512_add_ps(load16(y + i, n - i), load16(x + i, n - i)));
     }
 }
 
 void pkv_scale_avx512(float *restrict y, int64_t n, float a)
 {
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 keep = first(n - i);
-        _mm512_mask_storeu_ps(y + i, keep, _mm512_mul_ps(_mm512_maskz_loadu_ps(keep, y + i), _mm512_set1_ps(a)));
+        store16(y + i, n - i, _mm512_mul_ps(load16(y + i, n - i), _mm512_set1_ps(a)));
     }
 }
 
@@ -518,7 +579,7 @@ float pkv_vmax_avx512(const float *restrict x, int64_t n)
     __mmask16 nan = 0;
     float m;
     for (int64_t i = 0; i < n; i += 16) {
-        __m512 xi = _mm512_mask_loadu_ps(top, first(n - i), x + i);
+        __m512 xi = n - i >= 16 ? _mm512_loadu_ps(x + i) : _mm512_mask_loadu_ps(top, first(n - i), x + i);
         nan |= _mm512_cmp_ps_mask(xi, xi, _CMP_UNORD_Q);
         top = _mm512_max_ps(top, xi);
     }
@@ -530,8 +591,7 @@ int64_t pkv_argmax_avx512(const float *restrict x, int64_t n)
 {
     float m = pkv_vmax_avx512(x, n);
     for (int64_t i = 0; i < n; i += 16) {
-        __mmask16 keep = first(n - i);
-        __mmask16 hit = _mm512_mask_cmp_ps_mask(keep, _mm512_maskz_loadu_ps(keep, x + i), _mm512_set1_ps(m), _CMP_EQ_OQ);
+        __mmask16 hit = first(n - i) & _mm512_cmp_ps_mask(load16(x + i, n - i), _mm512_set1_ps(m), _CMP_EQ_OQ);
         if (hit)
             return i + __builtin_ctz(hit);
     }

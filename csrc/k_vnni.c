@@ -6,6 +6,8 @@
 
 #include <immintrin.h>
 
+enum { TILE_TOKENS = 6 };
+
 static inline __m512i dot_start(int type, __m512i offset)
 {
     (void)type;
