@@ -122,7 +122,7 @@ def chat(model: str) -> None:
 @_threads
 @click.option("--prompt-tokens", type=click.IntRange(1, 1 << 20), default=128, show_default=True, metavar="N")
 @click.option("--gen-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True, metavar="N")
-@click.option("--batch", default="1,8,32", show_default=True, callback=_batch_sizes, metavar="B,...", help="Batch sizes.")
+@click.option("--batch", default="1,8,32", show_default=True, callback=_batch_sizes, metavar="B,...", help="Sizes.")
 @click.option("--profile", is_flag=True, help="Show how the time divides among the operations of a step.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each batch size, all samples kept.")
 def bench(

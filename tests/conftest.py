@@ -1,7 +1,9 @@
 """Fixtures shared by all tests."""
 
 import os
+from functools import partial
 
+import command_line
 import pytest
 
 
@@ -28,3 +30,12 @@ def smollm2_path():
 def gemma3_path():
     """The real Gemma 3 270M, Q4_K_M."""
     return pulled("gemma3-270m")
+
+
+@pytest.fixture
+def pagedkv_command(tmp_path):
+    """Run the command line in a process of its own, outside the checkout, on the same package the tests import.
+
+    command(*arguments, stdin="", **environment) -> CompletedProcess with text in stdout and stderr
+    """
+    return partial(command_line.run, tmp_path)

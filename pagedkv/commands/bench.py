@@ -43,7 +43,7 @@ def run(
         }
         if not as_json:
             print(", ".join(f"{name} {value}" for name, value in head.items() if value))
-            print(f"{'batch':>6}{'prompt':>8}{'new':>6}{'prefill t/s':>13}{'decode t/s':>12}{'first token ms':>16} spread")
+            print(f"{'batch':>6}{'prompt':>8}{'new':>6}{'prefill t/s':>13}{'decode t/s':>12}{'ttft ms':>10} spread")
         for batch in batches:
             measure(llm, batch, prompt_tokens, gen_tokens, seed=0)
             samples = [measure(llm, batch, prompt_tokens, gen_tokens, seed) for seed in range(1, REPEATS + 1)]
@@ -55,7 +55,7 @@ def run(
             spread = _spread([sample["decode_tps"] for sample in samples])
             print(
                 f"{batch:6}{prompt_tokens:8}{gen_tokens:6}{row['prefill_tps']:13.1f}{row['decode_tps']:12.1f}"
-                f"{row['ttft_ms']:16.1f} {spread:.1%}",
+                f"{row['ttft_ms']:10.1f} {spread:.1%}",
                 flush=True,
             )
             for phase, parts in (shares or {}).items():

@@ -1,6 +1,8 @@
 """`pagedkv generate`: continue prompts, streaming one or batching many."""
 
+import io
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +13,8 @@ from pagedkv.cli import on_terminal
 
 if TYPE_CHECKING:
     from pagedkv import LLM, RequestOutput, SamplingParams
+
+NOT_TEXT = re.compile("[\udc80-\udcff]")  # a byte that is no character, as Python escapes it in arguments and input
 
 
 @dataclass
@@ -44,6 +48,9 @@ def run(
     for i, prompt in enumerate(prompts, 1):
         if not prompt:
             raise ValueError(f"prompt {i} of {len(prompts)} is empty")
+        if escaped := NOT_TEXT.search(prompt):
+            byte = ord(escaped[0]) - 0xDC00
+            raise ValueError(f"prompt {i} of {len(prompts)} is not text: byte {byte:#04x} at index {escaped.start()}")
 
     from pagedkv.llm import LLM
 
@@ -59,14 +66,12 @@ def run(
 
 
 def read_prompts() -> list[str]:
-    """The lines of standard input without their ends. ValueError when there are none or they are not text."""
+    """The lines of standard input without their ends. ValueError when there are none."""
     if sys.stdin is None:
         raise ValueError("no prompt: standard input is closed and --prompt was not given")
-    try:
-        prompts = [line.rstrip("\r\n") for line in sys.stdin]
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise ValueError(f"standard input: byte {byte:#04x} is not {error.encoding} text") from None
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments, whatever the locale
+    prompts = [line.rstrip("\r\n") for line in sys.stdin]
     if not prompts:
         raise ValueError("no prompt: standard input is empty and --prompt was not given")
     return prompts

@@ -1,0 +1,35 @@
+"""Runs the command line in processes of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pagedkv
+
+COMMAND = [sys.executable, "-P", "-m", "pagedkv"]
+
+
+def environment(**changes):
+    """Environment for a child that imports the same pagedkv from any directory; `changes` with None are unset."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PAGEDKV_ISA", "PAGEDKV_THREADS")}
+    changed = inherited | {"PYTHONPATH": str(Path(pagedkv.__file__).parent.parent)} | changes
+    return {name: value for name, value in changed.items() if value is not None}
+
+
+def run(directory, *arguments, stdin="", **changes):
+    """The finished process, with text in stdout and stderr; `changes` of the environment."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=directory,
+        env=environment(**changes),
+    )
+
+
+def start(directory, *arguments, **streams):
+    """The running process; `streams` as of subprocess.Popen."""
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], cwd=directory, env=environment(), **streams)

@@ -1,0 +1,317 @@
+"""The command line from outside: what is printed where, exit statuses, one line for every bad input."""
+
+import json
+import os
+import signal
+import subprocess
+
+import command_line
+import pytest
+from click.testing import CliRunner
+
+from pagedkv import cli
+from pagedkv.core.errors import PoolExhausted
+
+HEADER_BYTES = 4 << 20  # all metadata and tensor entries of the model, and some weights
+
+
+def damaged(model, path, replace=(), size=None):
+    """A sparse copy of the model's header with bytes replaced, at full or given size."""
+    with open(model, "rb") as file:
+        head = file.read(HEADER_BYTES)
+    for old, new in replace:
+        assert old in head and len(old) == len(new)
+        head = head.replace(old, new, 1)
+    path.write_bytes(head)
+    os.truncate(path, model.stat().st_size if size is None else size)
+    return path
+
+
+def one_line(result, status=1):
+    """The only line of standard error of a command that failed as it should."""
+    assert result.returncode == status, (result.returncode, result.stderr)
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.endswith("\n"), result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+# Generation
+
+
+def test_greedy_continuation(pagedkv_command, smollm2_path):
+    result = pagedkv_command(
+        "generate", "--prompt", "The capital of France is", "--max-tokens", 8, "--temperature", 0
+    )
+    assert result.returncode == 0 and result.stderr == ""
+    assert "Paris" in result.stdout and result.stdout.endswith("\n")
+
+
+def test_default_model_is_pulled_and_found_by_path_too(pagedkv_command, smollm2_path):
+    arguments = ["--prompt", "Water is", "--max-tokens", 6, "--temperature", 0]
+    by_name = pagedkv_command("generate", *arguments)
+    by_path = pagedkv_command("generate", "--model", smollm2_path, *arguments)
+    assert by_name.stdout == by_path.stdout != ""
+
+
+def test_json_rows_come_in_order_and_add_up(pagedkv_command, smollm2_path):
+    prompts = ["Once", "A page table maps virtual addresses to", "1 2 3 4"]
+    result = pagedkv_command(
+        "generate", "--json", "--max-tokens", 5, "--seed", 3, "--threads", 1, stdin="\n".join(prompts)
+    )
+    assert result.returncode == 0 and result.stderr == ""
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == prompts
+    for row in rows:
+        counted = ["prompt_tokens", "completion_tokens", "prefill_s", "decode_s"]
+        assert list(row) == ["prompt", "text", "token_ids", "finish_reason", *counted]
+        assert row["completion_tokens"] == len(row["token_ids"]) <= 5
+        assert row["finish_reason"] == ("length" if row["completion_tokens"] == 5 else "stop")
+        assert row["prefill_s"] > 0 and row["decode_s"] >= 0
+    assert [row["prompt_tokens"] for row in rows] == [1, 7, 7]
+
+
+def test_options_reach_the_sampler(pagedkv_command, smollm2_path):
+    def ids(*options):
+        result = pagedkv_command("generate", "--json", "--prompt", "The weather", "--max-tokens", 12, *options)
+        return json.loads(result.stdout)["token_ids"]
+
+    greedy = ids("--temperature", 0)
+    assert ids("--temperature", 2, "--seed", 7) == ids("--temperature", 2, "--seed", 7) != greedy
+    assert ids("--temperature", 2, "--seed", 7) != ids("--temperature", 2, "--seed", 8)
+    assert ids("--temperature", 2, "--top-k", 1) == ids("--temperature", 2, "--top-p", 1e-6) == greedy
+
+
+def test_kv_format_reaches_the_cache(pagedkv_command, smollm2_path):
+    options = ["--prompt", "Seven wonders", "--max-tokens", 48, "--seed", 1, "--temperature", 1]
+    texts = {kv: pagedkv_command("generate", *options, "--kv-format", kv).stdout for kv in ("f32", "int8")}
+    assert texts["f32"] != texts["int8"]
+
+
+def test_several_prompts_without_json(pagedkv_command, smollm2_path):
+    result = pagedkv_command(
+        "generate", "--prompt", "Red", "--prompt", "Blue", "--max-tokens", 3, "--temperature", 0
+    )
+    red, blue = result.stdout.index("Red"), result.stdout.index("Blue")
+    assert result.returncode == 0 and red < blue
+
+
+def test_stdin_and_option_give_the_same(pagedkv_command, smollm2_path):
+    options = ["generate", "--max-tokens", 4, "--temperature", 0]
+    assert pagedkv_command(*options, stdin="Hello\r\n").stdout == pagedkv_command(*options, "--prompt", "Hello").stdout
+
+
+# Bad input
+
+
+def test_missing_file(pagedkv_command):
+    line = one_line(pagedkv_command("generate", "--model", "absent.gguf", "--prompt", "x"))
+    assert "absent.gguf: no such file" in line
+
+
+def test_unknown_model_name_lists_the_catalogue(pagedkv_command):
+    assert "smollm2-135m-instruct" in one_line(pagedkv_command("generate", "--model", "gpt-17", "--prompt", "x"))
+    assert "smollm2-135m-instruct" in one_line(pagedkv_command("pull", "gpt-17"))
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "x", "--model"], ["info"]])
+def test_files_that_are_no_models(pagedkv_command, smollm2_path, tmp_path, command):
+    text = tmp_path / "text.gguf"
+    text.write_text("this is not a model at all")
+    assert "not a GGUF file" in one_line(pagedkv_command(*command, text))
+    for size in (10, 1000, 1 << 20, smollm2_path.stat().st_size - 1):
+        cut = damaged(smollm2_path, tmp_path / "cut.gguf", size=size)
+        assert "cut.gguf" in one_line(pagedkv_command(*command, cut))
+    other = damaged(smollm2_path, tmp_path / "other.gguf", [(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0LLAMA")])
+    assert "'LLAMA' is not supported" in one_line(pagedkv_command(*command, other))
+
+
+def test_unsupported_tensor_type_is_named(pagedkv_command, smollm2_path, tmp_path):
+    norm = b"output_norm.weight" + (1).to_bytes(4, "little") + (576).to_bytes(8, "little")
+    other = damaged(smollm2_path, tmp_path / "i32.gguf", [(norm + bytes(4), norm + (26).to_bytes(4, "little"))])
+    line = one_line(pagedkv_command("generate", "--model", other, "--prompt", "x"))
+    assert "output_norm.weight" in line and "I32" in line
+
+
+def test_unknown_isa_lists_what_there_is(pagedkv_command, smollm2_path):
+    for command in (["generate", "--prompt", "x"], ["chat"], ["bench", "--batch", "1"]):
+        line = one_line(pagedkv_command(*command, PAGEDKV_ISA="mmx"))
+        assert "'mmx'" in line and "scalar" in line
+
+
+def test_bad_thread_variable(pagedkv_command, smollm2_path):
+    line = one_line(pagedkv_command("generate", "--prompt", "x", PAGEDKV_THREADS="many"))
+    assert "PAGEDKV_THREADS" in line and "'many'" in line
+
+
+def test_prompt_longer_than_the_context_names_both_numbers(pagedkv_command, smollm2_path):
+    line = one_line(pagedkv_command("generate", "--prompt", " a" * 9000, "--max-tokens", 1))
+    assert "9000" in line and "8192" in line
+    line = one_line(pagedkv_command("generate", "--json", "--prompt", "x", "--prompt", " a" * 9000))
+    assert "prompt 2 of 2" in line and "8192" in line
+
+
+def test_empty_prompts(pagedkv_command):
+    assert "prompt 1 of 1 is empty" in one_line(pagedkv_command("generate", "--prompt", ""))
+    assert "prompt 2 of 3 is empty" in one_line(pagedkv_command("generate", stdin="a\n\nb\n"))
+    assert "standard input is empty" in one_line(pagedkv_command("generate", stdin=""))
+
+
+@pytest.mark.parametrize("utf8_mode", ["0", "1"])
+def test_prompt_that_is_not_text(tmp_path, utf8_mode):
+    for arguments, stdin in ([], b"fine\ncaf\xe9\n"), (["--prompt", b"fine", "--prompt", b"caf\xe9"], b""):
+        result = subprocess.run(
+            [*command_line.COMMAND, "generate", *arguments],
+            input=stdin,
+            capture_output=True,
+            cwd=tmp_path,
+            env=command_line.environment(PYTHONUTF8=utf8_mode, LC_ALL="C.UTF-8"),
+        )
+        assert result.returncode == 1
+        assert result.stderr == b"pagedkv: prompt 2 of 2 is not text: byte 0xe9 at index 3\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["generate", "--prompt", "x", "--temperature", "-1"], ["temperature", "-1"]),
+        (["generate", "--prompt", "x", "--temperature", "nan"], ["temperature", "nan"]),
+        (["generate", "--prompt", "x", "--temperature", "warm"], ["temperature", "warm"]),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], ["max_tokens", "0"]),
+        (["generate", "--prompt", "x", "--top-p", "1.5"], ["top_p", "1.5"]),
+        (["generate", "--prompt", "x", "--top-k", "-3"], ["top_k", "-3"]),
+        (["generate", "--prompt", "x", "--seed", "-1"], ["seed", "-1"]),
+        (["generate", "--prompt", "x", "--threads", "0"], ["threads", "0"]),
+        (["generate", "--prompt", "x", "--kv-format", "f64"], ["kv-format", "f64", "int8"]),
+        (["generate", "--porridge"], ["--porridge"]),
+        (["generate", "x"], ["x"]),
+        (["bench", "--batch", "1,zero"], ["batch", "1,zero"]),
+        (["bench", "--batch", "0"], ["batch", "0"]),
+        (["bench", "--gen-tokens", "0"], ["gen-tokens", "0"]),
+        (["info"], ["MODEL"]),
+        (["pull"], ["NAME"]),
+        (["cook"], ["cook"]),
+    ],
+)
+def test_wrong_usage(pagedkv_command, arguments, named):
+    line = one_line(pagedkv_command(*arguments), status=2)
+    assert all(word in line for word in named) and "--help" in line
+
+
+def test_debug_shows_the_traceback(pagedkv_command):
+    for arguments in (["--debug", "info", "absent.gguf"], ["info", "--debug", "absent.gguf"]):
+        result = pagedkv_command(*arguments)
+        assert result.returncode == 1
+        assert "Traceback" in result.stderr and "absent.gguf: no such file" in result.stderr
+
+
+# Streams and signals
+
+
+def test_interrupt_while_streaming(smollm2_path, tmp_path):
+    arguments = ["generate", "--prompt", "1 2 3", "--max-tokens", "8000", "--temperature", "0"]
+    process = command_line.start(tmp_path, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1)  # it streams before it is done
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == b""
+
+
+def test_reader_that_goes_away(smollm2_path, tmp_path):
+    arguments = ["generate", "--prompt", "1 2 3", "--max-tokens", "8000", "--temperature", "0"]
+    process = command_line.start(tmp_path, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+
+
+def test_full_disk_is_told(smollm2_path, tmp_path):
+    with open("/dev/full", "w") as full:
+        process = command_line.start(tmp_path, "info", smollm2_path, stdout=full, stderr=subprocess.PIPE)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and errors.count(b"\n") == 1 and b"space" in errors
+
+
+def test_progress_bars_only_on_a_terminal(smollm2_path, tmp_path):
+    """A terminal gets a closing line with the speed; the pipes of the tests above get nothing."""
+    terminal, slave = os.openpty()
+    arguments = ["generate", "--prompt", "Hi", "--max-tokens", "2"]
+    process = command_line.start(tmp_path, *arguments, stdout=subprocess.PIPE, stderr=slave)
+    os.close(slave)
+    process.communicate(timeout=60)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:  # all of it was read and the other side is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(terminal)
+    assert process.returncode == 0 and b"2 new tokens" in shown
+
+
+def test_output_is_streamed_token_by_token(smollm2_path, tmp_path):
+    arguments = ["generate", "--prompt", "A B C", "--max-tokens", "400", "--temperature", "0"]
+    process = command_line.start(tmp_path, *arguments, stdout=subprocess.PIPE)
+    first = os.read(process.stdout.fileno(), 1 << 16)
+    assert process.poll() is None and 0 < len(first) < 100
+    process.kill()
+    process.communicate()
+
+
+# Parsing and error lines, in this process
+
+
+def test_version_and_help():
+    runner = CliRunner()
+    assert runner.invoke(cli.cli, ["--version"], obj=None).output.startswith("pagedkv ")
+    shown = runner.invoke(cli.cli, ["--help"]).output
+    assert all(name in shown for name in ("generate", "chat", "bench", "pull", "info", "doctor"))
+
+
+def test_without_a_command_help_goes_to_standard_error(pagedkv_command):
+    result = pagedkv_command()
+    assert result.returncode == 2 and result.stdout == "" and "generate" in result.stderr
+
+
+def test_options_of_each_command():
+    expected = {
+        "generate": "model prompts max_tokens temperature top_k top_p seed threads kv_format as_json debug",
+        "chat": "model debug",
+        "bench": "model threads prompt_tokens gen_tokens batch profile as_json debug",
+        "pull": "name debug",
+        "info": "model debug",
+        "doctor": "debug",
+    }
+    found = {name: {p.name for p in command.params} for name, command in cli.cli.commands.items()}
+    assert found == {name: set(options.split()) for name, options in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (ValueError("bad\n  thing"), "pagedkv: bad thing"),
+        (FileNotFoundError(2, "No such file or directory", "x.gguf"), "pagedkv: x.gguf: No such file or directory"),
+        (MemoryError(), "pagedkv: MemoryError"),
+        (PoolExhausted("no page left"), "pagedkv: no page left"),
+        (KeyError("x"), "pagedkv: internal error, KeyError: 'x' (--debug shows where)"),
+    ],
+)
+def test_error_lines(error, line):
+    assert cli.error_line(error) == line
+
+
+@pytest.mark.parametrize(
+    "error, status",
+    [(ValueError("x"), 1), (KeyboardInterrupt(), 130), (RuntimeError("x"), 1), (SystemError("x"), 1)],
+)
+def test_statuses(monkeypatch, capsys, error, status):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("pagedkv.commands.doctor.run", fail)
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().err.count("\n") == (0 if status == 130 else 1)
