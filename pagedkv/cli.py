@@ -152,6 +152,7 @@ def bench(
 @click.argument("name")
 def pull(name: str) -> None:
     """Bring catalogue model NAME into the cache directory and print its path."""
+    from pagedkv.commands.terminal import on_terminal
     from pagedkv.models.catalogue import pull
 
     click.echo(pull(name, progress=on_terminal()))
@@ -172,11 +173,6 @@ def doctor() -> None:
     from pagedkv.commands import doctor
 
     doctor.run()
-
-
-def on_terminal() -> bool:
-    """Whether a person watches standard error, so that progress bars make sense."""
-    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""What the commands of `pagedkv` do; their options are in pagedkv/cli.py. Each module has one entry, `run`."""
+"""What the commands of `pagedkv` do; their options are in pagedkv/cli.py. Each command's entry is `run`."""

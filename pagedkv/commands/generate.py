@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagedkv.cli import on_terminal
+from pagedkv.commands.terminal import on_terminal
 
 if TYPE_CHECKING:
     from pagedkv import LLM, RequestOutput, SamplingParams

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from pagedkv.cli import on_terminal
+from pagedkv.commands.terminal import on_terminal
 
 
 def run(model: str) -> None:
