@@ -2,11 +2,12 @@
 #include "threads.h"
 
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -34,10 +35,16 @@ struct pkv_pool {
     pkv_job_fn *fn;
     void *arg;
     int n, spins, started, stopping;
-    pid_t owner;
+    atomic_uint generation; /* of the process the threads belong to; odd while the pool is rebuilt after a fork */
     pthread_t *threads;
     pthread_mutex_t turn;
 };
+
+/* Counts forks by two: the only state of this directory, since a fork happens to the process and not to a pool. */
+static atomic_uint process_generation;
+static pthread_once_t fork_watch = PTHREAD_ONCE_INIT;
+static void forked(void) { atomic_fetch_add(&process_generation, 2u); }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
 
 typedef struct worker_start {
     pkv_pool *pool;
@@ -97,25 +104,25 @@ static void event_raise(event *e)
 }
 
 #if defined(__x86_64__)
-static uint64_t float_mode_enter(void)
+uint64_t pkv_float_enter(void)
 {
     unsigned mode = _mm_getcsr();
     _mm_setcsr(0x1f80u);
     return mode;
 }
-static void float_mode_leave(uint64_t mode) { _mm_setcsr((unsigned)mode); }
+void pkv_float_leave(uint64_t mode) { _mm_setcsr((unsigned)mode); }
 #elif defined(__aarch64__)
-static uint64_t float_mode_enter(void)
+uint64_t pkv_float_enter(void)
 {
     uint64_t mode;
     __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
     __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
     return mode;
 }
-static void float_mode_leave(uint64_t mode) { __asm__ volatile("msr fpcr, %0" ::"r"(mode)); }
+void pkv_float_leave(uint64_t mode) { __asm__ volatile("msr fpcr, %0" ::"r"(mode)); }
 #else
-static uint64_t float_mode_enter(void) { return 0; }
-static void float_mode_leave(uint64_t mode) { (void)mode; }
+uint64_t pkv_float_enter(void) { return 0; }
+void pkv_float_leave(uint64_t mode) { (void)mode; }
 #endif
 
 void pkv_pool_barrier(pkv_pool *pool)
@@ -133,9 +140,9 @@ void pkv_pool_barrier(pkv_pool *pool)
 
 static void run_one(pkv_pool *pool, int thread)
 {
-    uint64_t mode = float_mode_enter();
+    uint64_t mode = pkv_float_enter();
     pool->fn(pool->arg, thread, pool->n);
-    float_mode_leave(mode);
+    pkv_float_leave(mode);
     pkv_pool_barrier(pool);
 }
 
@@ -160,7 +167,6 @@ static void reset(pkv_pool *pool)
     atomic_store(&pool->arrived, 0);
     pool->started = 0;
     pool->stopping = 0;
-    pool->owner = getpid();
 }
 
 pkv_pool *pkv_pool_new(int n_threads, int n_processors)
@@ -176,6 +182,8 @@ pkv_pool *pkv_pool_new(int n_threads, int n_processors)
     }
     pool->n = n_threads;
     pool->spins = n_threads <= n_processors;
+    pthread_once(&fork_watch, watch_forks);
+    atomic_store(&pool->generation, atomic_load(&process_generation));
     pthread_mutex_init(&pool->turn, NULL);
     reset(pool);
     return pool;
@@ -194,7 +202,7 @@ void pkv_pool_free(pkv_pool *pool)
 {
     if (!pool)
         return;
-    if (pool->owner == getpid() && pool->started)
+    if (atomic_load(&pool->generation) == atomic_load(&process_generation) && pool->started)
         stop(pool);
     free(pool->threads);
     free(pool);
@@ -202,8 +210,15 @@ void pkv_pool_free(pkv_pool *pool)
 
 int pkv_pool_threads(const pkv_pool *pool) { return pool->n; }
 
+/* Workers take no signals but those of their own faults: handlers run on the application's threads. */
 static int start(pkv_pool *pool)
 {
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    sigset_t mask, before;
+    sigfillset(&mask);
+    for (int i = 0; i < 4; i++)
+        sigdelset(&mask, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &mask, &before);
     while (pool->started < pool->n - 1) {
         int thread = pool->started + 1;
         worker_start *w = malloc(sizeof *w);
@@ -216,19 +231,32 @@ static int start(pkv_pool *pool)
         }
         pool->started = thread;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (pool->started == pool->n - 1)
         return 0;
     stop(pool);
     return -1;
 }
 
+/* In the child of a fork the workers, and whoever held the turn, stayed behind: one caller rebuilds, the others wait for it. */
+static void adopt(pkv_pool *pool)
+{
+    unsigned now = atomic_load(&process_generation), seen;
+    while ((seen = atomic_load(&pool->generation)) != now) {
+        if (seen != now + 1 && atomic_compare_exchange_strong(&pool->generation, &seen, now + 1)) {
+            pthread_mutex_init(&pool->turn, NULL);
+            reset(pool);
+            atomic_store(&pool->generation, now);
+            return;
+        }
+        sched_yield();
+    }
+}
+
 int pkv_pool_run(pkv_pool *pool, pkv_job_fn *job, void *arg)
 {
     int status = 0;
-    if (pool->owner != getpid()) { /* the child of a fork: the workers and whoever held the turn stayed behind */
-        pthread_mutex_init(&pool->turn, NULL);
-        reset(pool);
-    }
+    adopt(pool);
     pthread_mutex_lock(&pool->turn);
     if (pool->started < pool->n - 1)
         status = start(pool);

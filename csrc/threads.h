@@ -1,7 +1,8 @@
 /* A small thread pool for jobs whose threads all run the same list of operations with barriers between dependent ones.
  *
  * The caller of pkv_pool_run is thread 0; n - 1 workers are started at the first run, and again after a fork (the child finds
- * them gone). Waiting spins for a short time, then parks; a pool with more threads than processors parks at once.
+ * them gone). Waiting spins for a short time, then parks; a pool with more threads than processors parks at once. Workers block
+ * every signal but those of faults.
  * Each thread runs its job with rounding to nearest and subnormals kept, and gets its own mode back afterwards.
  */
 #ifndef PKV_THREADS_H
@@ -26,5 +27,9 @@ void pkv_pool_barrier(pkv_pool *pool);
 /* Inside a job: claim the next range of at most `chunk` of n units through a counter that starts at 0. Returns the start and
  * sets *stop; a start >= n means nothing is left. */
 int64_t pkv_claim(int64_t *counter, int64_t n, int64_t chunk, int64_t *stop);
+
+/* Rounding to nearest and subnormals kept on the calling thread, for arithmetic outside a job; leave takes what enter returned. */
+uint64_t pkv_float_enter(void);
+void pkv_float_leave(uint64_t mode);
 
 #endif

@@ -1,6 +1,6 @@
 """The one dispatch pointer and the thread pool; the only door to csrc."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
 cdef extern from "pkv_kernels.h" nogil:
@@ -79,6 +79,9 @@ cdef const pkv_kernels *kern
 
 cdef const pkv_isa *isa_table(int *n) noexcept nogil
 cdef uint64_t cpu_features() noexcept nogil
+cdef uint64_t features_of_x86(uint32_t max_leaf, uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
+                              uint64_t xcr0) noexcept nogil
+cdef uint64_t features_of_arm(uint64_t hwcap, uint64_t hwcap2) noexcept nogil
 cdef void rope_angles(float *cs, const double *inv_freq, int64_t half, int64_t position, float attn_factor) noexcept nogil
 cdef void weight_row(float *y, const pkv_weight *w, int64_t row) noexcept nogil
 cdef double log_double(double x) noexcept nogil
@@ -87,6 +90,8 @@ cdef float exp_float(float x) noexcept nogil
 cdef int pool_run(pkv_pool *pool, pkv_job_fn *job, void *arg) noexcept nogil
 cdef void pool_barrier(pkv_pool *pool) noexcept nogil
 cdef int64_t claim(int64_t *counter, int64_t n, int64_t chunk, int64_t *stop) noexcept nogil
+cdef uint64_t float_enter() noexcept nogil
+cdef void float_leave(uint64_t mode) noexcept nogil
 
 
 cdef class ThreadPool:

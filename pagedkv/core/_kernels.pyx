@@ -2,7 +2,7 @@
 
 import os
 
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from pagedkv.core.cpus import available_processors, default_threads
 
@@ -15,7 +15,16 @@ cdef extern from "pkv_kernels.h" nogil:
     float pkv_exp(float x)
 
 cdef extern from "cpu.h" nogil:
+    ctypedef struct pkv_x86_registers:
+        uint32_t max_leaf
+        uint32_t leaf1_ecx
+        uint32_t leaf7_ebx
+        uint32_t leaf7_ecx
+        uint32_t leaf7_edx
+        uint64_t xcr0
     uint64_t pkv_cpu_features()
+    uint64_t pkv_features_x86(const pkv_x86_registers *r)
+    uint64_t pkv_features_arm(uint64_t hwcap, uint64_t hwcap2)
 
 cdef extern from "threads.h" nogil:
     pkv_pool *pkv_pool_new(int n_threads, int n_processors)
@@ -24,6 +33,8 @@ cdef extern from "threads.h" nogil:
     int pkv_pool_run(pkv_pool *pool, pkv_job_fn *job, void *arg)
     void pkv_pool_barrier(pkv_pool *pool)
     int64_t pkv_claim(int64_t *counter, int64_t n, int64_t chunk, int64_t *stop)
+    uint64_t pkv_float_enter()
+    void pkv_float_leave(uint64_t mode)
 
 
 cdef const pkv_isa *isa_table(int *n) noexcept nogil:
@@ -32,6 +43,16 @@ cdef const pkv_isa *isa_table(int *n) noexcept nogil:
 
 cdef uint64_t cpu_features() noexcept nogil:
     return pkv_cpu_features()
+
+
+cdef uint64_t features_of_x86(uint32_t max_leaf, uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
+                              uint64_t xcr0) noexcept nogil:
+    cdef pkv_x86_registers r = [max_leaf, leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, xcr0]
+    return pkv_features_x86(&r)
+
+
+cdef uint64_t features_of_arm(uint64_t hwcap, uint64_t hwcap2) noexcept nogil:
+    return pkv_features_arm(hwcap, hwcap2)
 
 
 cdef void rope_angles(float *cs, const double *inv_freq, int64_t half, int64_t position, float attn_factor) noexcept nogil:
@@ -60,6 +81,14 @@ cdef void pool_barrier(pkv_pool *pool) noexcept nogil:
 
 cdef int64_t claim(int64_t *counter, int64_t n, int64_t chunk, int64_t *stop) noexcept nogil:
     return pkv_claim(counter, n, chunk, stop)
+
+
+cdef uint64_t float_enter() noexcept nogil:
+    return pkv_float_enter()
+
+
+cdef void float_leave(uint64_t mode) noexcept nogil:
+    pkv_float_leave(mode)
 
 
 cdef class ThreadPool:

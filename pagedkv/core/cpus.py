@@ -14,7 +14,7 @@ def available_processors() -> int:
     return os.cpu_count() or 1
 
 
-def _number(path: Path) -> list[str]:
+def _fields(path: Path) -> list[str]:
     try:
         return path.read_text().split()
     except OSError:
@@ -40,11 +40,11 @@ def cgroup_quota(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgr
         parts = [p for p in path.split("/") if p]
         for depth in range(len(parts), -1, -1):
             folder = base.joinpath(*parts[:depth])
-            fields = _number(folder / "cpu.max") if not controllers else (
-                _number(folder / "cpu.cfs_quota_us") + _number(folder / "cpu.cfs_period_us")
+            fields = _fields(folder / "cpu.max") if not controllers else (
+                _fields(folder / "cpu.cfs_quota_us") + _fields(folder / "cpu.cfs_period_us")
             )
-            if len(fields) == 2 and fields[0] not in ("max", "-1") and float(fields[1]) > 0:
-                quotas.append(float(fields[0]) / float(fields[1]))
+            if len(fields) == 2 and all(f.isdecimal() for f in fields) and int(fields[1]):  # "max" and -1: unlimited
+                quotas.append(int(fields[0]) / int(fields[1]))
     return min(quotas, default=None)
 
 
@@ -52,7 +52,7 @@ def default_threads() -> int:
     """PAGEDKV_THREADS, else min(affinity, floor of the cgroup quota), at least 1. A bad variable is a ValueError."""
     forced = os.environ.get("PAGEDKV_THREADS")
     if forced:
-        if not forced.isdigit() or not 1 <= int(forced) <= 1024:
+        if not forced.isdecimal() or not 1 <= int(forced) <= 1024:
             raise ValueError(f"PAGEDKV_THREADS: {forced!r} is not an integer in [1, 1025)")
         return int(forced)
     quota = cgroup_quota()

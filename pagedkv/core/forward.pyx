@@ -270,13 +270,22 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
 
 # --- Python edge -------------------------------------------------------------------------------------------------------
 
+cdef object int32_array(str field, values):
+    """values as a contiguous int32 array; BadInput when they are not integers or do not fit."""
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or array.min() < -(1 << 31) or array.max() >= 1 << 31):
+        raise BadInput(f"{field}: {array.dtype} values that are not integers of 32 bits")
+    return np.ascontiguousarray(array, np.int32)
+
+
 cdef class Layer:
     """Weights of one layer: PackedMatrix q, k, v, o, gate, up, down; float32 arrays attn_norm, ffn_norm."""
 
     cdef readonly PackedMatrix q, k, v, o, gate, up, down
     cdef readonly object attn_norm, ffn_norm
 
-    def __init__(self, *, q, k, v, o, gate, up, down, attn_norm, ffn_norm):
+    def __init__(self, *, PackedMatrix q not None, PackedMatrix k not None, PackedMatrix v not None, PackedMatrix o not None,
+                 PackedMatrix gate not None, PackedMatrix up not None, PackedMatrix down not None, attn_norm, ffn_norm):
         self.q, self.k, self.v, self.o, self.gate, self.up, self.down = q, k, v, o, gate, up, down
         self.attn_norm = np.ascontiguousarray(attn_norm, np.float32)
         self.ffn_norm = np.ascontiguousarray(ffn_norm, np.float32)
@@ -285,7 +294,7 @@ cdef class Layer:
 cdef class ForwardModel:
     """The packed weights of a model and the workspace of its steps.
 
-    layers       list of Layer; rows of q and k ordered so that rotation pairs are (i, i + rope_dim/2) inside a head
+    layers       list of Layer, one at least; rows of q and k ordered so that rotation pairs are (i, i + rope_dim/2) inside a head
     embedding    PackedMatrix [vocab, hidden]; head the same, or the same object when tied
     head_norm    float32 [hidden]
     inv_freq     float64 [rope_dim / 2]
@@ -305,6 +314,7 @@ cdef class ForwardModel:
     cdef int64_t max_rows, scratch_bytes
     cdef int64_t profile_ns[N_OPS]
     cdef public bint profile
+    cdef bint running
 
     def __cinit__(self):
         memset(&self.b, 0, sizeof(batch))
@@ -312,7 +322,8 @@ cdef class ForwardModel:
         self.weights = NULL
         self.counters = NULL
 
-    def __init__(self, *, layers, embedding, head, head_norm, inv_freq, n_heads, n_kv_heads, head_dim, rms_eps, pool):
+    def __init__(self, *, layers, PackedMatrix embedding not None, PackedMatrix head not None, head_norm, inv_freq, n_heads, n_kv_heads,
+                 head_dim, rms_eps, ThreadPool pool not None):
         cdef Layer layer
         cdef PackedMatrix m
         cdef int64_t i
@@ -322,8 +333,11 @@ cdef class ForwardModel:
         self.inv_freq = np.ascontiguousarray(inv_freq, np.float64)
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.vocab_size = self.embedding.w.n_rows
+        if not self.layers or min(n_heads, n_kv_heads, head_dim) < 1:
+            raise ValueError(f"model: {len(self.layers)} layers, {n_heads} query heads, {n_kv_heads} KV heads, head_dim {head_dim}, "
+                             "must be at least 1 each")
         b.n_layers, b.hidden, b.n_heads, b.n_kv_heads, b.head_dim = len(self.layers), self.embedding.w.n_cols, n_heads, n_kv_heads, head_dim
-        b.ffn = (<Layer>self.layers[0]).gate.w.n_rows
+        b.ffn = self.layers[0].gate.shape[0]
         b.rope_half = len(self.inv_freq)
         b.eps = rms_eps
         expected = {"q": (n_heads * head_dim, b.hidden), "k": (n_kv_heads * head_dim, b.hidden), "v": (n_kv_heads * head_dim, b.hidden),
@@ -375,7 +389,9 @@ cdef class ForwardModel:
         self.max_rows = self.scratch_bytes = 0
 
     def close(self) -> None:
-        """Free the workspace; it comes back at the next run. The weights go when the object dies."""
+        """Free the workspace; it comes back at the next run. The weights go when the object dies. RuntimeError while running."""
+        if self.running:
+            raise RuntimeError("close: the model is running, in another thread")
         self.release_workspace()
 
     @property
@@ -442,22 +458,30 @@ cdef class ForwardModel:
         """Compute the last q_lens[i] tokens of each sequence: write their K and V, and logits of the rows asked for.
 
         kv          cache of this model's n_layers, n_kv_heads and head_dim
-        seqs        list of KVSequence of kv, each extended already by its q_lens[i] tokens, whose pages no other sequence holds
+        seqs        list of distinct KVSequence of kv, each extended already by its q_lens[i] tokens, on pages no other sequence holds
         token_ids   int32 [sum(q_lens)], concatenated in order of seqs, in [0, vocab_size)
         q_lens      int32 [len(seqs)], each at least 1
-        logit_rows  int32 [m], rows of token_ids, ascending
+        logit_rows  int32 [m], rows of token_ids, strictly ascending
         logits      float32 [m, vocab_padded], written; columns from vocab_size on are meaningless
 
-        Releases the GIL. One run at a time per model. Raises BadInput naming what does not fit, MemoryError.
+        Releases the GIL; other threads must leave the sequences alone meanwhile. Raises BadInput naming what does not fit, with no K/V
+        written, MemoryError, and RuntimeError when the model is running already.
         """
+        if self.running:
+            raise RuntimeError("run: the model is running already, in another thread")
+        self.running = True
+        try:
+            self.run_alone(kv, list(seqs), int32_array("token_ids", token_ids), int32_array("q_lens", q_lens),
+                           int32_array("logit_rows", logit_rows), logits)
+        finally:
+            self.running = False
+
+    cdef int run_alone(self, PagedKVCache kv, list seqs, ids, lens, rows, logits) except -1:
         cdef batch *b = &self.b
-        cdef int64_t i, row, status
+        cdef int64_t i, row, page, status
         cdef KVSequence seq
         cdef attention_span *s
         cdef Py_buffer buffer
-        ids = np.ascontiguousarray(token_ids, np.int32)
-        lens = np.ascontiguousarray(q_lens, np.int32)
-        rows = np.ascontiguousarray(logit_rows, np.int32)
         if (kv.n_layers, kv.n_kv_heads, kv.head_dim) != (b.n_layers, b.n_kv_heads, b.head_dim):
             raise BadInput(f"kv: layers, heads, head_dim {kv.n_layers, kv.n_kv_heads, kv.head_dim}, the model has "
                            f"{b.n_layers, b.n_kv_heads, b.head_dim}")
@@ -465,8 +489,10 @@ cdef class ForwardModel:
             raise BadInput(f"q_lens: {lens.tolist()} for {len(seqs)} sequences and {ids.shape} token ids")
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise BadInput(f"token_ids: {int(ids.min() if ids.min() < 0 else ids.max())} is outside [0, {self.vocab_size})")
-        if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= len(ids))):
-            raise BadInput(f"logit_rows: {rows.tolist()} are not rows in [0, {len(ids)})")
+        if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= len(ids) or (np.diff(rows) <= 0).any())):
+            raise BadInput(f"logit_rows: {rows.tolist()} do not ascend in [0, {len(ids)})")
+        if len({id(seq) for seq in seqs}) != len(seqs):
+            raise BadInput("seqs: the same sequence twice")
         if logits.dtype != np.float32 or logits.shape != (len(rows), self.vocab_padded):
             raise BadInput(f"logits: {logits.dtype} {logits.shape} is not float32 ({len(rows)}, {self.vocab_padded})")
         b.kv = kv.view
@@ -475,9 +501,10 @@ cdef class ForwardModel:
         self.reserve(len(ids), len(seqs), &b.kv)
         row = 0
         for i in range(len(seqs)):
+            if not isinstance(seqs[i], KVSequence) or (<KVSequence>seqs[i]).arena is not kv:
+                raise BadInput(f"seqs: entry {i} is no sequence of this cache")
             seq = seqs[i]
-            if seq.arena is not kv or not seq.is_valid():
-                raise seq.refuse(-PKV_TAMPER, "") if seq.arena is kv else BadInput(f"seqs: entry {i} is no sequence of this cache")
+            seq.cache()
             s = &b.plan.spans[i]
             s.n_tokens = lens[i]
             s.position = seq.ptr.n_tokens - s.n_tokens
@@ -485,6 +512,9 @@ cdef class ForwardModel:
             s.row = row
             if s.position < 0:
                 raise BadInput(f"q_lens: {lens[i]} tokens for entry {i}, a sequence of {seq.ptr.n_tokens}")
+            for page in range(s.position // b.kv.page_tokens, (s.position + s.n_tokens - 1) // b.kv.page_tokens + 1):
+                if kv.ptr.pages[s.table[page]].refcount != 1 or kv.ptr.pages[s.table[page]].indexed:
+                    raise BadInput(f"seqs: entry {i} shares page {s.table[page]}, which this step writes; extend after sharing")
             row += s.n_tokens
         if plan_units(&b.plan, &b.kv):
             raise MemoryError(f"the system refused the workspace of a step of {row} tokens")
@@ -503,3 +533,4 @@ cdef class ForwardModel:
             PyBuffer_Release(&buffer)
         if status:
             raise MemoryError("the system refused a worker thread")
+        return 0

@@ -15,4 +15,4 @@ cdef class PagedKVCache(Arena):
 
 
 cdef class KVSequence(Sequence):
-    pass
+    cdef PagedKVCache cache(self)

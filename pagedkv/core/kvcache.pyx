@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memset
 
 from pagedkv.core._kernels cimport *
@@ -52,6 +52,8 @@ cdef class PagedKVCache(Arena):
     def __init__(self, n_layers, n_kv_heads, head_dim, *, n_pages, format="f16", page_tokens=16, max_pages=None, threads=None,
                  growth_pages=None, guard=False):
         cdef attention_view *v = &self.view
+        if self.ptr != NULL:
+            raise BadInput("cache is initialised already")
         memset(v, 0, sizeof(attention_view))
         self.n_layers = within("n_layers", n_layers, 1, 1 << 16)
         v.n_kv_heads = within("n_kv_heads", n_kv_heads, 1, 1 << 16)
@@ -125,8 +127,7 @@ cdef class PagedKVCache(Arena):
         for i, owner in enumerate(owners):
             if not isinstance(owner, KVSequence) or (<KVSequence>owner).arena is not self:
                 raise BadInput(f"seqs: entry {i} is no sequence of this cache")
-            if not owner.is_valid():
-                raise (<KVSequence>owner).refuse(-PKV_TAMPER, "")
+            (<KVSequence>owner).cache()
             if lens[i] > len(owner):
                 raise BadInput(f"q_lens: {lens[i]} queries for entry {i}, a sequence of {len(owner)} tokens")
         out = np.empty_like(q)
@@ -191,25 +192,31 @@ cdef class KVSequence(Sequence):
     def __len__(self):
         return self.ptr.n_tokens if self.ptr != NULL else 0
 
-    cdef object refuse(self, int64_t code, str message):
-        return Sequence.refuse(self, code, message)
+    cdef PagedKVCache cache(self):
+        """The cache of this sequence; Tampered when either is closed or damaged."""
+        if not self.is_valid():
+            raise self.refuse(-PKV_TAMPER, "")
+        return self.arena
 
     def extend(self, n) -> int:
-        """Room for n more tokens; returns the position of the first. A shared tail page is copied first.
+        """Room for n more tokens on pages no other sequence holds; returns the position of the first. A shared tail page is copied.
 
         Raises PoolExhausted or SequenceFull with nothing changed, BadInput for a bad n.
         """
+        cdef int64_t page_tokens = self.cache().view.page_tokens
         cdef int64_t count = within("extend", n, 0, 1 << 40)
         cdef int64_t tokens = self.ptr.n_tokens
-        cdef int64_t page_tokens = (<PagedKVCache>self.arena).view.page_tokens
         cdef int64_t used = self.ptr.n_pages_used
-        cdef int64_t code
+        cdef int64_t needed = (tokens + count + page_tokens - 1) // page_tokens
+        cdef int64_t code, page
         with nogil:
-            code = pkv_seq_append_pages(self.ptr, (tokens + count + page_tokens - 1) // page_tokens - used)
-            if code == 0 and count and tokens % page_tokens:
-                code = pkv_seq_write_page(self.ptr, tokens // page_tokens)
-                if code < 0:
-                    pkv_seq_truncate_pages(self.ptr, used)
+            code = pkv_seq_append_pages(self.ptr, max(needed - used, <int64_t>0))
+            if count:
+                for page in range(tokens // page_tokens, min(used, needed)):
+                    if code >= 0:
+                        code = pkv_seq_write_page(self.ptr, page)
+            if code < 0:
+                pkv_seq_truncate_pages(self.ptr, used)
         if code < 0:
             raise self.refuse(code, f"extend: {count} more tokens" if code != -PKV_POOL_EXHAUSTED else "")
         self.ptr.n_tokens = tokens + count
@@ -217,12 +224,16 @@ cdef class KVSequence(Sequence):
 
     def truncate(self, n) -> None:
         """Keep the first n tokens and give back the pages behind them. BadInput when n is not in [0, len]."""
+        cdef int64_t page_tokens = self.cache().view.page_tokens
         cdef int64_t count = within("truncate", n, 0, self.ptr.n_tokens + 1)
-        cdef int64_t page_tokens = (<PagedKVCache>self.arena).view.page_tokens
-        cdef int64_t code = pkv_seq_truncate_pages(self.ptr, (count + page_tokens - 1) // page_tokens)
-        if code:
-            raise self.refuse(code, "")
+        self.truncate_pages((count + page_tokens - 1) // page_tokens)
         self.ptr.n_tokens = count
+
+    def truncate_pages(self, n) -> None:
+        """Keep the first n pages and the tokens on them. BadInput when n is not in [0, n_pages]."""
+        cdef int64_t page_tokens = self.cache().view.page_tokens
+        Sequence.truncate_pages(self, n)
+        self.ptr.n_tokens = min(self.ptr.n_tokens, self.ptr.n_pages_used * page_tokens)
 
     def share_prefix(self, pages, n_tokens) -> None:
         """Begin this empty sequence with held pages of another: n_tokens tokens in exactly the pages they fill.
@@ -230,7 +241,7 @@ cdef class KVSequence(Sequence):
         Raises BadInput when the sequence is not empty or the counts do not fit, else as share_pages; nothing changed then.
         """
         cdef list wanted = list(pages)
-        cdef int64_t page_tokens = (<PagedKVCache>self.arena).view.page_tokens
+        cdef int64_t page_tokens = self.cache().view.page_tokens
         cdef int64_t count = within("share_prefix", n_tokens, 0, 1 << 40)
         if self.ptr.n_pages_used or self.ptr.n_tokens:
             raise BadInput(f"share_prefix: the sequence holds {self.ptr.n_tokens} tokens already")
@@ -243,14 +254,15 @@ cdef class KVSequence(Sequence):
         """Store K and V of one layer for tokens [start, start + n): float32 [n, n_kv_heads, head_dim] each.
 
         Pages shared with other holders are copied first. f16 rounds to nearest even. int8 refuses inf and NaN with BadInput naming
-        token and head, and writes nothing. Raises BadInput, PoolExhausted.
+        token and head. Raises BadInput, PoolExhausted, and has written nothing then.
         """
-        cdef PagedKVCache cache = self.arena
+        cdef PagedKVCache cache = self.cache()
         cdef attention_view *view = &cache.view
         cdef int64_t at = within("layer", layer, 0, cache.n_layers)
         cdef int64_t first, n, t, h, code, position
         cdef const float *kp
         cdef const float *vp
+        cdef uint64_t mode
         k = np.ascontiguousarray(k, dtype=np.float32)
         v = np.ascontiguousarray(v, dtype=np.float32)
         for name, array in (("k", k), ("v", v)):
@@ -277,6 +289,7 @@ cdef class KVSequence(Sequence):
                     if code < 0:
                         break
             if code >= 0:
+                mode = float_enter()
                 for t in range(n):
                     position = first + t
                     for h in range(view.n_kv_heads):
@@ -284,25 +297,26 @@ cdef class KVSequence(Sequence):
                             kv_tile(view, self.ptr.page_indices[position // view.page_tokens], at, h),
                             kp + (t * view.n_kv_heads + h) * view.head_dim, vp + (t * view.n_kv_heads + h) * view.head_dim,
                             position % view.page_tokens, view.head_dim, view.page_tokens)
+                float_leave(mode)
         if code < 0:
             raise self.refuse(code, "")
 
     def gather(self, layer):
         """K and V of one layer as two new float32 arrays [len, n_kv_heads, head_dim]. Raises BadInput. Releases the GIL."""
-        cdef PagedKVCache cache = self.arena
+        cdef PagedKVCache cache = self.cache()
         cdef attention_view *view = &cache.view
         cdef int64_t at = within("layer", layer, 0, cache.n_layers)
         cdef int64_t n = self.ptr.n_tokens
         cdef int64_t page, h
+        cdef uint64_t mode
         cdef float *kp
         cdef float *vp
-        if not self.is_valid():
-            raise self.refuse(-PKV_TAMPER, "")
         k = np.empty((n, view.n_kv_heads, view.head_dim), np.float32)
         v = np.empty_like(k)
         kp = <float *><size_t>k.ctypes.data
         vp = <float *><size_t>v.ctypes.data
         with nogil:
+            mode = float_enter()
             for page in range((n + view.page_tokens - 1) // view.page_tokens):
                 for h in range(view.n_kv_heads):
                     kern.kv_read[view.format](
@@ -311,4 +325,5 @@ cdef class KVSequence(Sequence):
                         kv_tile(view, self.ptr.page_indices[page], at, h), 0,
                         min(view.page_tokens, n - page * view.page_tokens), view.head_dim, view.page_tokens,
                         view.n_kv_heads * view.head_dim)
+            float_leave(mode)
         return k, v

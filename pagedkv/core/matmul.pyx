@@ -5,7 +5,7 @@ described at pkv_weight in csrc/pkv_kernels.h.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from pagedkv.core._kernels cimport *
@@ -243,8 +243,11 @@ cdef class PackedMatrix:
     def row(self, int64_t i):
         """Row i dequantised: bytes of n_cols float32. IndexError outside [0, n_rows)."""
         cdef bytearray out
+        cdef uint64_t mode
         if not 0 <= i < self.w.n_rows:
             raise IndexError(f"row {i} is outside [0, {self.w.n_rows})")
         out = bytearray(4 * self.w.n_cols)
+        mode = float_enter()
         weight_row(<float *><char *>out, &self.w, i)
+        float_leave(mode)
         return out

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from pagedkv.core._kernels import ThreadPool
 from scipy import special, stats
 
+from pagedkv.core._kernels import ThreadPool
 from pagedkv.core.sampler import Sampler, SamplingState, philox4x32
 
 VOCAB = 1000

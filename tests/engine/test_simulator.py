@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 from fakes import FakeKV, fake_model, paged_model
-from pagedkv.core.kvcache import PagedKVCache
 from reference import expected_output
 
+from pagedkv.core.kvcache import PagedKVCache
 from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.params import SamplingParams
 

@@ -7,6 +7,7 @@ import subprocess
 import golden
 import pytest
 from native import HERE, build_hash_program, compile_csrc, require, run_hash_program
+
 from pagedkv.core._kernels import isa_names
 
 TABLE = "ARM_ISA_FLAGS" if platform.machine() in ("aarch64", "arm64") else "X86_ISA_FLAGS"

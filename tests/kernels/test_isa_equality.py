@@ -9,9 +9,9 @@ import os
 import numpy as np
 import pytest
 from memory import Memory, address
-from pagedkv.core._kernels import isa_names
 
 from pagedkv.core import _testing_kernels as kernels
+from pagedkv.core._kernels import isa_names
 
 FRESH = int.from_bytes(os.urandom(4), "little")
 SEEDS = [*range(int(os.environ.get("PAGEDKV_KERNEL_SEEDS", "24"))), FRESH]

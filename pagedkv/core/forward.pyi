@@ -1,0 +1,77 @@
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pagedkv.core._kernels import ThreadPool
+from pagedkv.core.kvcache import KVSequence, PagedKVCache
+from pagedkv.core.matmul import PackedMatrix
+
+OPERATIONS: tuple[str, ...]
+
+class Layer:
+    q: PackedMatrix
+    k: PackedMatrix
+    v: PackedMatrix
+    o: PackedMatrix
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+    attn_norm: NDArray[np.float32]
+    ffn_norm: NDArray[np.float32]
+    def __init__(
+        self,
+        *,
+        q: PackedMatrix,
+        k: PackedMatrix,
+        v: PackedMatrix,
+        o: PackedMatrix,
+        gate: PackedMatrix,
+        up: PackedMatrix,
+        down: PackedMatrix,
+        attn_norm: ArrayLike,
+        ffn_norm: ArrayLike,
+    ) -> None: ...
+
+class ForwardModel:
+    pool: ThreadPool
+    vocab_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    profile: bool
+    def __init__(
+        self,
+        *,
+        layers: Iterable[Layer],
+        embedding: PackedMatrix,
+        head: PackedMatrix,
+        head_norm: ArrayLike,
+        inv_freq: ArrayLike,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        rms_eps: float,
+        pool: ThreadPool,
+    ) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def vocab_padded(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def profile_seconds(self) -> dict[str, float]: ...
+    def run(
+        self,
+        kv: PagedKVCache,
+        seqs: Iterable[KVSequence],
+        token_ids: ArrayLike,
+        q_lens: ArrayLike,
+        logit_rows: ArrayLike,
+        logits: NDArray[np.float32],
+    ) -> None: ...

@@ -1,0 +1,23 @@
+from typing import Any
+
+from pagedkv.core._kernels import ThreadPool
+
+WEIGHT_TYPES: tuple[str, ...]
+
+class PackedMatrix:
+    @staticmethod
+    def pack(
+        pool: ThreadPool,
+        type_name: str,
+        source: Any,
+        n_rows: int,
+        n_cols: int,
+        row_order: Any = None,
+    ) -> PackedMatrix: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def type_name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    def row(self, i: int) -> bytearray: ...
