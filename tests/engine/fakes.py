@@ -192,6 +192,7 @@ class FakeForward:
 class FakeTokenizer:
     """Token i is the i-th of a few short texts, one of them half a character; 0 is the end of text."""
 
+    strips_first_space = False
     alphabet = "abcdefghijklmnopqrstuvwxyz .,é世"
 
     def __init__(self, vocab_size=61):
