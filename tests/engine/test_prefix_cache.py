@@ -131,6 +131,16 @@ def test_a_cached_prefix_is_not_counted_free_for_its_own_request():
     assert engine.stats()["preemptions"] == 0
 
 
+def test_pages_computed_again_are_published_again():
+    engine = make()
+    engine.add_request(prompt(40), SamplingParams(seed=1, max_tokens=3, ignore_eos=True))
+    engine.step()
+    engine.scheduler._preempt(engine.scheduler.running[0])
+    engine.scheduler.prefix._index.clear()
+    finish(engine)
+    assert run_one(engine, prompt(40)).num_cached_tokens == 32
+
+
 def test_a_preempted_request_finds_its_own_pages_again():
     engine = make(n_pages=9)
     names = [engine.add_request(prompt(60, first), SamplingParams(seed=first, max_tokens=40)) for first in (1, 2)]

@@ -130,12 +130,16 @@ def test_the_oldest_is_never_preempted():
 
 def test_running_prefills_keep_what_they_were_admitted_with():
     """A second prompt is not admitted into pages that the first still has to take."""
-    engine = make(n_pages=10, page_tokens=4, max_num_batched_tokens=8)
-    first, _ = add(engine, 30, max_tokens=4), add(engine, 8, max_tokens=4)
-    for _ in range(4):
+    engine = make(n_pages=10, page_tokens=4)
+    engine.scheduler.max_prompt_rows = 5  # leaves budget for a second prompt while the first has 6 pages to go
+    first = engine.add_request([1] * 30, SamplingParams(max_tokens=4, seed=1, prompt_logprobs=0))
+    second = add(engine, 8, max_tokens=4)
+    for _ in range(6):
         engine.step()
-        assert engine.stats()["preemptions"] == 0
-    assert first in running(engine)
+        assert running(engine) == [first]
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats()["preemptions"] == 0 and second != first
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 64])

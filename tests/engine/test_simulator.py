@@ -108,6 +108,7 @@ class Traffic:
                 self.done[output.request_id] = output
         for q_lens in self.model.forward.steps[n_before:]:
             assert sum(q_lens) <= self.budget and len(q_lens) <= self.max_num_seqs
+            assert self.engine.scheduler._budget == self.budget - sum(q_lens)  # preemption returns what it took
         self.check_conservation()
 
     def check_conservation(self):
