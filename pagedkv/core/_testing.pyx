@@ -9,6 +9,13 @@ from pagedkv.core.sequence cimport *
 from pagedkv.core.structs cimport *
 
 
+cdef extern from *:
+    """
+    /* Damage must reach memory that AddressSanitizer guards. */
+    __attribute__((no_sanitize("address"))) static void pkv_poke(unsigned char *p, unsigned char value) { *p = value; }
+    """
+    void pkv_poke(unsigned char *p, unsigned char value) noexcept nogil
+
 cdef extern from "<time.h>" nogil:
     struct timespec:
         long tv_sec
@@ -87,7 +94,7 @@ def poke(size_t address, bytes content):
     """Overwrite memory."""
     cdef Py_ssize_t k
     for k in range(len(content)):
-        (<uint8_t *>address)[k] = content[k]
+        pkv_poke(<unsigned char *>address + k, content[k])
 
 
 def page_address(Arena arena, int64_t i):

@@ -97,7 +97,7 @@ cdef int64_t pkv_arena_close(pkv_arena *a) noexcept nogil:
         sched_yield()
         lock(a)
     if a.storage != NULL:
-        pkv_show(a.storage, a.storage_bytes)
+        pkv_show(a.storage, a.n_pages * a.page_stride if 0 <= a.n_pages <= a.max_pages else 0)
         pkv_unmap(a.storage, a.storage_bytes)
         pkv_unmap(a.pages, a.pages_bytes)
         a.storage = NULL

@@ -180,10 +180,11 @@ def test_page_view_is_writable_and_holds_the_arena_open():
     arena.close()
 
 
-def test_view_outlives_the_last_name_of_the_arena():
-    seq = Arena(1, 8).sequence()
-    view = seq.arena.page(seq.append_page())
-    del seq
+def test_view_outlives_the_name_of_the_arena():
+    arena = Arena(1, 8)
+    seq = arena.sequence()
+    view = arena.page(seq.append_page())
+    del arena
     view[:] = b"abcdefgh"
     assert bytes(view) == b"abcdefgh"
 

@@ -91,6 +91,10 @@ def damage_seq_list(w):
     w.arena_field("n_seqs").value += 1
 
 
+def damage_back_link(w):
+    field(w.a.address, "pkv_seq.prev").value ^= 64
+
+
 def damage_tokens(w):
     tokens = field(w.index.address, "pkv_prefix.tokens").value
     poke(tokens + 3 * 8, b"\x07")
@@ -148,11 +152,7 @@ DAMAGE = {
     "refcount": (lambda w: w.page(1, "refcount", 3), 3, "page: refcount is the number of holders"),
     "sequence canary": (lambda w: poke(w.a.address, b"?"), 3, "sequence: canaries hold"),
     "sequence arena": (lambda w: poke(w.a.address + 8, b"?"), 3, "sequence: arena is the one it is listed in"),
-    "sequence back link": (
-        lambda w: poke(w.a.address + LAYOUT["pkv_seq.prev"][0], b"?"),
-        3,
-        "sequence: the list links back",
-    ),
+    "sequence back link": (damage_back_link, 3, "sequence: the list links back"),
     "half a copy": (
         lambda w: poke(w.a.address + LAYOUT["pkv_seq.copy_from"][0], b"\1\0\0\0"),
         3,
