@@ -6,7 +6,7 @@
 
 pkv_gemm_fn pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512;
 void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
-                         const float *restrict x, int64_t n);
+                         int32_t *restrict half, const float *restrict x, int64_t n);
 pkv_kv_write_fn pkv_kv_write_f32_avx512, pkv_kv_write_f16_avx512, pkv_kv_write_int8_avx512;
 pkv_kv_read_fn pkv_kv_read_f32_avx512, pkv_kv_read_f16_avx512, pkv_kv_read_int8_avx512;
 pkv_qk_fn pkv_qk_f32_avx512, pkv_qk_f16_avx512, pkv_qk_int8_avx512;

@@ -239,14 +239,20 @@ static inline __m256i quantise8(__m256 x, float inverse)
     return inverse == 0.0f ? _mm256_setzero_si256() : _mm256_cvtps_epi32(_mm256_mul_ps(x, _mm256_set1_ps(inverse)));
 }
 
-static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, const float *restrict x,
-                     int64_t n)
+static inline int32_t sum8(__m256i x)
+{
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+
+static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, int32_t *restrict half,
+                     const float *restrict x, int64_t n)
 {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t b = 0; b < n / 32; b++) {
         __m256 v[4];
         __m256i i[4], top, total;
-        __m128i four;
         float inverse;
         for (int k = 0; k < 4; k++) {
             v[k] = _mm256_loadu_ps(x + 32 * b + 8 * k);
@@ -256,10 +262,8 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
         scale[b] = row_scale(&inverse, largest_lane(top));
         for (int k = 0; k < 4; k++)
             i[k] = quantise8(v[k], inverse);
-        total = _mm256_add_epi32(_mm256_add_epi32(i[0], i[1]), _mm256_add_epi32(i[2], i[3]));
-        four = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
-        four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-        isum[b] = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+        half[b] = sum8(_mm256_add_epi32(i[0], i[1]));
+        isum[b] = half[b] + sum8(_mm256_add_epi32(i[2], i[3]));
         sum[b] = scale[b] * (float)isum[b];
         total = _mm256_packs_epi16(_mm256_packs_epi32(i[0], i[1]), _mm256_packs_epi32(i[2], i[3]));
         _mm256_storeu_si256((__m256i *)(q + 32 * b), _mm256_permutevar8x32_epi32(total, order));
@@ -614,7 +618,9 @@ static int64_t argmax(const float *restrict x, int64_t n)
 
 const pkv_kernels pkv_kernels_avx2 = {
     .name = "avx2",
-    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0},
+    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
     .quant_i8 = quant_i8,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},

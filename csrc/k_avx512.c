@@ -183,10 +183,10 @@ INLINE void store4(float *p, int64_t n, __m128 x)
 
 /* Blocks [0, n) of four, n <= 4; the others read as zeros and are not stored. */
 INLINE void quant_blocks(int64_t n, int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
-                         const float *restrict x)
+                         int32_t *restrict half, const float *restrict x)
 {
     __m512 x0[4], x1[4];
-    __m512i r[4];
+    __m512i r[4], low[4];
     UNROLL for (int i = 0; i < 4; i++) {
         x0[i] = i < n ? _mm512_loadu_ps(x + 32 * i) : _mm512_setzero_ps();
         x1[i] = i < n ? _mm512_loadu_ps(x + 32 * i + 16) : _mm512_setzero_ps();
@@ -206,6 +206,7 @@ INLINE void quant_blocks(int64_t n, int8_t *restrict q, float *restrict scale, f
             v[2 * j] = _mm512_maskz_cvtps_epi32(k, _mm512_mul_ps(x0[i + j], inverse));
             v[2 * j + 1] = _mm512_maskz_cvtps_epi32(k, _mm512_mul_ps(x1[i + j], inverse));
             r[i + j] = _mm512_add_epi32(v[2 * j], v[2 * j + 1]);
+            low[i + j] = v[2 * j];
         }
         __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
         bytes = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
@@ -217,17 +218,18 @@ INLINE void quant_blocks(int64_t n, int8_t *restrict q, float *restrict scale, f
     sums = fold4_add(r);
     store4(scale, n, scales);
     store4((float *)isum, n, _mm_castsi128_ps(sums));
+    store4((float *)half, n, _mm_castsi128_ps(fold4_add(low)));
     store4(sum, n, _mm_mul_ps(scales, _mm_cvtepi32_ps(sums)));
 }
 
 void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
-                         const float *restrict x, int64_t n)
+                         int32_t *restrict half, const float *restrict x, int64_t n)
 {
     int64_t b = 0;
     for (; b + 4 <= n / 32; b += 4)
-        quant_blocks(4, q + 32 * b, scale + b, sum + b, isum + b, x + 32 * b);
+        quant_blocks(4, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b);
     if (b < n / 32)
-        quant_blocks(n / 32 - b, q + 32 * b, scale + b, sum + b, isum + b, x + 32 * b);
+        quant_blocks(n / 32 - b, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b);
 }
 
 /* ---- attention over page tiles ---- */
@@ -600,6 +602,8 @@ int64_t pkv_argmax_avx512(const float *restrict x, int64_t n)
 
 const pkv_kernels pkv_kernels_avx512 = {
     .name = "avx512",
-    .gemm = {pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512, gemm_q4_0, gemm_q4_1, gemm_q8_0},
+    .gemm = {pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512, gemm_q4_0, gemm_q4_1, gemm_q8_0,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
     PKV_AVX512_AFTER_GEMM,
 };

@@ -224,8 +224,8 @@ static inline float row_scale(float *inverse, uint32_t largest)
 /* to nearest, ties to even; inverse 0 gives zeros, because this conversion turns NaN into 0 */
 static inline int32x4_t quantise4(float32x4_t x, float inverse) { return vcvtnq_s32_f32(vmulq_n_f32(x, inverse)); }
 
-static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, const float *restrict x,
-                     int64_t n)
+static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, int32_t *restrict half,
+                     const float *restrict x, int64_t n)
 {
     for (int64_t b = 0; b < n / 32; b++, q += 32, x += 32) {
         float32x4_t v[8];
@@ -240,6 +240,8 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
         for (int k = 0; k < 8; k++) {
             i[k] = quantise4(v[k], inverse);
             total = vaddq_s32(total, i[k]);
+            if (k == 3)
+                half[b] = vaddvq_s32(total);
         }
         isum[b] = vaddvq_s32(total);
         sum[b] = scale[b] * (float)isum[b];
@@ -582,7 +584,9 @@ static int64_t argmax(const float *restrict x, int64_t n)
 
 const pkv_kernels pkv_kernels_neon = {
     .name = "neon",
-    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0},
+    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
     .quant_i8 = quant_i8,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},

@@ -179,26 +179,60 @@ static void gemm_float(float *restrict out, const pkv_weight *restrict w, const 
         }
 }
 
-/* The integers, scale and minimum of one block of 32 columns. */
-static void weight_block(int32_t *q, float *scale, float *min, const pkv_weight *w, int64_t row, int64_t block)
+/* One block of 32 columns of one row: integers with the bias taken off, factors of its halves, scale and minimum of the block. */
+typedef struct block {
+    int32_t q[32];
+    int32_t factor[2], min_factor[2];    /* 1 and 0 unless the type scales 16 columns at a time */
+    float scale, min;
+} block;
+
+static block weight_block(const pkv_weight *w, int64_t row, int64_t b)
 {
-    int64_t panel = row / 16, r = row % 16, n_blocks = w->n_cols / 32;
-    const uint8_t *data = w->data + panel * w->panel_bytes + block * (w->panel_bytes / n_blocks);
-    const uint8_t *s = w->scales + panel * w->scale_bytes + block * (w->scale_bytes / n_blocks);
+    static const struct { uint8_t nibbles, pairs, bits, bytes, bias, super, mins; } types[PKV_N_WTYPES] = {
+        [PKV_W_Q4_0] = {1, 0, 0, 0, 8, 0, 0},  [PKV_W_Q4_1] = {1, 0, 0, 0, 0, 0, 1},  [PKV_W_Q8_0] = {0, 0, 0, 1, 128, 0, 0},
+        [PKV_W_Q5_0] = {1, 0, 1, 0, 16, 0, 0}, [PKV_W_Q5_1] = {1, 0, 1, 0, 0, 0, 1},  [PKV_W_Q2_K] = {0, 1, 0, 0, 0, 1, 1},
+        [PKV_W_Q3_K] = {0, 1, 1, 0, 4, 1, 0},  [PKV_W_Q4_K] = {1, 0, 0, 0, 0, 1, 1},  [PKV_W_Q5_K] = {1, 0, 1, 0, 0, 1, 1},
+        [PKV_W_Q6_K] = {1, 1, 0, 0, 32, 1, 0},
+    };
+    int64_t r = row % 16, n_blocks = w->n_cols / 32, n_scales = types[w->type].super ? n_blocks / 8 : n_blocks;
+    const uint8_t *data = w->data + row / 16 * w->panel_bytes + b * (w->panel_bytes / n_blocks);
+    const uint8_t *pairs = data + (types[w->type].nibbles ? 256 : 0), *bits = pairs + (types[w->type].pairs ? 128 : 0);
+    const uint8_t *s = w->scales + row / 16 * w->scale_bytes + (types[w->type].super ? b / 8 : b) * (w->scale_bytes / n_scales);
+    const uint8_t *small = s + (types[w->type].mins ? 64 : 32);
+    block x = {.factor = {1, 1}, .scale = pkv_f16_to_f32(half_at(s + 2 * r))};
     for (int k = 0; k < 32; k++) {
-        if (w->type == PKV_W_Q8_0)
-            q[k] = (int32_t)data[k / 4 * 64 + 4 * r + k % 4] - 128;
-        else {
-            int32_t byte = data[k % 16 / 4 * 64 + 4 * r + k % 4];
-            q[k] = (k < 16 ? byte & 15 : byte >> 4) - (w->type == PKV_W_Q4_0 ? 8 : 0);
+        int32_t v = -(int32_t)types[w->type].bias;
+        if (types[w->type].nibbles)
+            v += data[k % 16 / 4 * 64 + 4 * r + k % 4] >> (k < 16 ? 0 : 4) & 15;
+        if (types[w->type].pairs)
+            v += (pairs[k / 16 * 64 + 4 * r + k % 4] >> k % 16 / 4 * 2 & 3) << (types[w->type].nibbles ? 4 : 0);
+        if (types[w->type].bits)
+            v += (bits[k / 4 * 8 + r / 2] >> (r % 2 * 4 + k % 4) & 1) << (types[w->type].nibbles ? 4 : 2);
+        if (types[w->type].bytes)
+            v += data[k / 4 * 64 + 4 * r + k % 4];
+        x.q[k] = v;
+    }
+    if (types[w->type].mins)
+        x.min = pkv_f16_to_f32(half_at(s + 32 + 2 * r));
+    if (w->type == PKV_W_Q4_K || w->type == PKV_W_Q5_K) {
+        x.scale *= small[b % 8 * 16 + r];
+        x.min *= -(float)small[128 + b % 8 * 16 + r];
+    }
+    for (int h = 0; h < 2; h++) {
+        int64_t at = (b % 8 * 2 + h) * 16 + r;
+        if (w->type == PKV_W_Q3_K || w->type == PKV_W_Q6_K)
+            x.factor[h] = (int8_t)small[at];
+        if (w->type == PKV_W_Q2_K) {
+            x.factor[h] = small[at] & 15;
+            x.min_factor[h] = small[at] >> 4;
         }
     }
-    *scale = pkv_f16_to_f32(half_at(s + 2 * r));
-    *min = w->type == PKV_W_Q4_1 ? pkv_f16_to_f32(half_at(s + 32 + 2 * r)) : 0.0f;
+    return x;
 }
 
-static void gemm_blocks(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0, int64_t n_panels,
-                        int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+/* Integers are exact, and every integer that becomes a float is below 2^24: at most 2 * 128 * 16 * 32 * 127 for Q6_K. */
+void pkv_gemm_blocks_scalar(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
+                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
     for (int64_t row = 0; row < 16 * n_panels; row++)
         for (int64_t t = 0; t < n_tokens; t++) {
@@ -206,19 +240,22 @@ static void gemm_blocks(float *restrict out, const pkv_weight *restrict w, const
             for (int64_t b = 0; b < w->n_cols / 32; b++) {
                 const int8_t *a = x->q + (token0 + t) * x->q_stride + 32 * b;
                 int64_t at = (token0 + t) * x->b_stride + b;
-                int32_t q[32], isum = 0;
-                float scale, min;
-                weight_block(q, &scale, &min, w, 16 * panel0 + row, b);
+                block wb = weight_block(w, 16 * panel0 + row, b);
+                int32_t half[2] = {0, 0};
                 for (int k = 0; k < 32; k++)
-                    isum += q[k] * a[k];
-                acc = fmaf(scale * x->scale[at], (float)isum, acc);
-                if (w->type == PKV_W_Q4_1)
-                    acc = fmaf(min, x->sum[at], acc);
+                    half[k / 16] += wb.q[k] * a[k];
+                acc = fmaf(wb.scale * x->scale[at], (float)(wb.factor[0] * half[0] + wb.factor[1] * half[1]), acc);
+                if (w->type == PKV_W_Q2_K) {
+                    int32_t mins = wb.min_factor[0] * x->half[at] + wb.min_factor[1] * (x->isum[at] - x->half[at]);
+                    acc = fmaf(-(wb.min * x->scale[at]), (float)mins, acc);
+                } else if (w->type == PKV_W_Q4_1 || w->type == PKV_W_Q5_1 || w->type == PKV_W_Q4_K || w->type == PKV_W_Q5_K)
+                    acc = fmaf(wb.min, x->sum[at], acc);
             }
             *o = add ? *o + acc : acc;
         }
 }
 
+/* scale * factor * q is exact in float32 for every type, so the order of the products does not matter. */
 void pkv_weight_row(float *restrict y, const pkv_weight *restrict w, int64_t row)
 {
     if (!w->scales)
@@ -226,11 +263,11 @@ void pkv_weight_row(float *restrict y, const pkv_weight *restrict w, int64_t row
             y[k] = weight_float(w, row, k);
     else
         for (int64_t b = 0; b < w->n_cols / 32; b++) {
-            int32_t q[32];
-            float scale, min;
-            weight_block(q, &scale, &min, w, row, b);
-            for (int k = 0; k < 32; k++)
-                y[32 * b + k] = fmaf(scale, (float)q[k], min);
+            block x = weight_block(w, row, b);
+            for (int k = 0; k < 32; k++) {
+                float min = w->type == PKV_W_Q2_K ? -(x.min * (float)x.min_factor[k / 16]) : x.min;
+                y[32 * b + k] = fmaf(x.scale * (float)x.factor[k / 16], (float)x.q[k], min);
+            }
         }
 }
 
@@ -259,14 +296,16 @@ static float quantise(int8_t *q, int64_t stride, const float *x, int64_t n)
     return largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / 127.0f);
 }
 
-static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, const float *restrict x,
-                     int64_t n)
+static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, int32_t *restrict half,
+                     const float *restrict x, int64_t n)
 {
     for (int64_t b = 0; b < n / 32; b++) {
         scale[b] = quantise(q + 32 * b, 1, x + 32 * b, 32);
-        isum[b] = 0;
-        for (int k = 0; k < 32; k++)
+        isum[b] = half[b] = 0;
+        for (int k = 0; k < 32; k++) {
             isum[b] += q[32 * b + k];
+            half[b] += k < 16 ? q[32 * b + k] : 0;
+        }
         sum[b] = scale[b] * (float)isum[b];
     }
 }
@@ -479,7 +518,9 @@ static int64_t argmax(const float *restrict x, int64_t n)
 
 const pkv_kernels pkv_kernels_scalar = {
     .name = "scalar",
-    .gemm = {gemm_float, gemm_float, gemm_float, gemm_blocks, gemm_blocks, gemm_blocks},
+    .gemm = {gemm_float, gemm_float, gemm_float, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
+             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
     .quant_i8 = quant_i8,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},

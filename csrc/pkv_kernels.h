@@ -30,6 +30,13 @@ typedef enum pkv_wtype {
     PKV_W_Q4_0,
     PKV_W_Q4_1,
     PKV_W_Q8_0,
+    PKV_W_Q5_0,
+    PKV_W_Q5_1,
+    PKV_W_Q2_K,
+    PKV_W_Q3_K,
+    PKV_W_Q4_K,
+    PKV_W_Q5_K,
+    PKV_W_Q6_K,
     PKV_N_WTYPES
 } pkv_wtype;
 
@@ -37,11 +44,28 @@ typedef enum pkv_wtype {
 typedef enum pkv_kvformat { PKV_KV_F32, PKV_KV_F16, PKV_KV_INT8, PKV_N_KVFORMATS } pkv_kvformat;
 
 /* A weight matrix [n_rows, n_cols] packed into panels of 16 rows, rows padded with zeros to whole panels.
- *   float types: data  [n_panels][n_cols][16]
- *   Q4_0, Q4_1:  data  [n_panels][n_cols/32][4][16][4]; byte i of row r in line j holds column 32b+4j+i in its low nibble and
- *                      32b+16+4j+i in its high one
- *   Q8_0:        data  [n_panels][n_cols/4][16][4], each int8 stored as unsigned value + 128
- *   scales: half precision [n_panels][n_cols/32][16], for Q4_1 [n_panels][n_cols/32][2][16] (scale, minimum) */
+ *
+ * data, float types: [n_panels][n_cols][16]. Other types: [n_panels][n_cols/32] blocks of these parts, in this order:
+ *   nibbles  [4][16][4]  byte i of row r in line j: low nibble column 4j+i, high nibble column 16+4j+i (of the block)
+ *   pairs    [2][16][4]  byte i of row r in line h: bits 2c and 2c+1 belong to column 16h+4c+i, c in [0, 4)
+ *   bits     [8][16][4]  bit i of row r in the 64-bit word g belongs to column 4g+i (8 bytes a word, bit 4r+i)
+ *   bytes    [8][16][4]  byte i of row r in line g: column 4g+i, the file's int8 + 128
+ *
+ *   Q4_0 Q4_1 Q4_K  nibbles           value = nibble
+ *   Q5_0 Q5_1 Q5_K  nibbles, bits     value = nibble + 16 * bit
+ *   Q6_K            nibbles, pairs    value = nibble + 16 * pair
+ *   Q2_K            pairs             value = pair
+ *   Q3_K            pairs, bits       value = pair + 4 * bit
+ *   Q8_0            bytes             value = byte
+ * The integer weight is value - bias: 8 for Q4_0, 16 for Q5_0, 128 for Q8_0, 4 for Q3_K, 32 for Q6_K, else 0.
+ *
+ * scales: f16 is half precision, d a scale, m a minimum.
+ *   Q4_0 Q5_0 Q8_0  [n_panels][n_cols/32]   f16 d[16]
+ *   Q4_1 Q5_1       [n_panels][n_cols/32]   f16 d[16], f16 m[16]
+ *   Q4_K Q5_K       [n_panels][n_cols/256]  f16 d[16], f16 m[16], uint8 sc[8][16], uint8 mn[8][16]; of block b: scale d*sc[b],
+ *                                           minimum -(m*mn[b]), both exact in float32
+ *   Q3_K Q6_K       [n_panels][n_cols/256]  f16 d[16], int8 sc[16][16], one sc per 16 columns
+ *   Q2_K            [n_panels][n_cols/256]  f16 d[16], f16 m[16], uint8 sm[16][16], per 16 columns: sc low nibble, mn high nibble */
 typedef struct pkv_weight {
     const uint8_t *data;     /* 64-byte aligned */
     const uint8_t *scales;   /* 64-byte aligned, NULL for float types */
@@ -59,9 +83,10 @@ typedef struct pkv_act {
     float *scale;            /* [n_tokens, n_cols/32] */
     float *sum;              /* [n_tokens, n_cols/32] scale * (float)(sum of q) */
     int32_t *isum;           /* [n_tokens, n_cols/32] sum of q */
+    int32_t *half;           /* [n_tokens, n_cols/32] sum of the first 16 q of each block */
     int64_t x_stride;        /* elements between rows of x */
     int64_t q_stride;        /* elements between rows of q, a multiple of 64 */
-    int64_t b_stride;        /* elements between rows of scale, sum and isum */
+    int64_t b_stride;        /* elements between rows of scale, sum, isum and half */
 } pkv_act;
 
 /* One KV tile: K and V of one layer and KV head for page_tokens tokens (a multiple of 16) inside a page.
@@ -125,7 +150,7 @@ typedef struct pkv_kernels {
     /* matmul */
     pkv_gemm_fn *gemm[PKV_N_WTYPES];
     /* int8 quantisation of one row, n a multiple of 32: one scale per 32 values, see pkv_act */
-    void (*quant_i8)(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
+    void (*quant_i8)(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, int32_t *restrict half,
                      const float *restrict x, int64_t n);
 
     /* attention over page tiles */
@@ -159,6 +184,8 @@ double pkv_log(double x);   /* x > 0 and finite */
 float pkv_exp(float x);     /* the exp of every kernel: 0 below -87, x clamped above at 88 */
 uint16_t pkv_f32_to_f16(float x);
 float pkv_f16_to_f32(uint16_t h);
+
+pkv_gemm_fn pkv_gemm_blocks_scalar; /* every block type; what an ISA uses for a type it has no kernel of its own for */
 
 /* dispatch.c: the ISAs of this build, best first, scalar last. */
 typedef struct pkv_isa {

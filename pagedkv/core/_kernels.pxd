@@ -5,7 +5,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from "pkv_kernels.h" nogil:
     const int PKV_PANEL, PKV_BLOCK, PKV_SPLIT
-    enum: PKV_W_F32, PKV_W_F16, PKV_W_BF16, PKV_W_Q4_0, PKV_W_Q4_1, PKV_W_Q8_0, PKV_N_WTYPES
+    enum: PKV_W_F32, PKV_W_F16, PKV_W_BF16, PKV_W_Q4_0, PKV_W_Q4_1, PKV_W_Q8_0, PKV_W_Q5_0, PKV_W_Q5_1
+    enum: PKV_W_Q2_K, PKV_W_Q3_K, PKV_W_Q4_K, PKV_W_Q5_K, PKV_W_Q6_K, PKV_N_WTYPES
     enum: PKV_KV_F32, PKV_KV_F16, PKV_KV_INT8, PKV_N_KVFORMATS
 
     ctypedef struct pkv_weight:
@@ -24,6 +25,7 @@ cdef extern from "pkv_kernels.h" nogil:
         float *scale
         float *sum
         int32_t *isum
+        int32_t *half
         int64_t x_stride
         int64_t q_stride
         int64_t b_stride
@@ -47,7 +49,8 @@ cdef extern from "pkv_kernels.h" nogil:
     ctypedef struct pkv_kernels:
         const char *name
         pkv_gemm_fn **gemm
-        void (*quant_i8)(signed char *q, float *scale, float *sum, int32_t *isum, const float *x, int64_t n) noexcept nogil
+        void (*quant_i8)(signed char *q, float *scale, float *sum, int32_t *isum, int32_t *half, const float *x,
+                         int64_t n) noexcept nogil
         pkv_kv_write_fn **kv_write
         pkv_kv_read_fn **kv_read
         pkv_qk_fn **qk

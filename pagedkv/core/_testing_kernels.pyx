@@ -8,8 +8,8 @@ from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
 
 from pagedkv.core._kernels cimport *
 
+from pagedkv.core.matmul import PANEL_LAYOUT, WEIGHT_TYPES
 
-WEIGHT_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
 KV_FORMATS = ("f32", "f16", "int8")
 
 
@@ -24,35 +24,35 @@ cdef const pkv_kernels *find(str isa) except NULL:
 
 cdef pkv_weight weight(str type, size_t data, size_t scales, int64_t n_cols, int64_t n_panels):
     cdef pkv_weight w
-    cdef int64_t bits = {"F32": 32, "F16": 16, "BF16": 16, "Q4_0": 4, "Q4_1": 4, "Q8_0": 8}[type]
+    block, data_bytes, scale_bytes = PANEL_LAYOUT[type]
     w.type = WEIGHT_TYPES.index(type)
     w.data = <const uint8_t *>data
     w.scales = <const uint8_t *>scales
     w.n_rows, w.n_cols, w.n_panels = 16 * n_panels, n_cols, n_panels
-    w.panel_bytes = 16 * n_cols * bits // 8
-    w.scale_bytes = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}.get(type, 0) * n_cols
+    w.panel_bytes = n_cols // block * data_bytes
+    w.scale_bytes = n_cols // block * scale_bytes
     return w
 
 
 def gemm(str isa, str type, size_t out, size_t data, size_t scales, int64_t n_cols, int64_t w_panels,
-         size_t x, int64_t x_stride, size_t q, int64_t q_stride, size_t scale, size_t sum, size_t isum, int64_t b_stride,
+         size_t x, int64_t x_stride, size_t q, int64_t q_stride, size_t scale, size_t sum, size_t isum, size_t half, int64_t b_stride,
          int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, bint add, int64_t n_calls=1):
-    """pkv_kernels.gemm of a weight of `w_panels` panels; quantised types read q, scale, sum and isum, float types x."""
+    """pkv_kernels.gemm of a weight of `w_panels` panels; quantised types read q, scale, sum, isum and half, float types x."""
     cdef const pkv_kernels *k = find(isa)
     cdef pkv_weight w = weight(type, data, scales, n_cols, w_panels)
     cdef pkv_act a
     cdef int64_t i
     a.x, a.x_stride, a.q, a.q_stride = <const float *>x, x_stride, <signed char *>q, q_stride
-    a.scale, a.sum, a.isum, a.b_stride = <float *>scale, <float *>sum, <int32_t *>isum, b_stride
+    a.scale, a.sum, a.isum, a.half, a.b_stride = <float *>scale, <float *>sum, <int32_t *>isum, <int32_t *>half, b_stride
     for i in range(n_calls):
         k.gemm[w.type](<float *>out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, add)
 
 
-def quant_i8(str isa, size_t q, size_t scale, size_t sum, size_t isum, size_t x, int64_t n, int64_t n_calls=1):
+def quant_i8(str isa, size_t q, size_t scale, size_t sum, size_t isum, size_t half, size_t x, int64_t n, int64_t n_calls=1):
     cdef const pkv_kernels *k = find(isa)
     cdef int64_t i
     for i in range(n_calls):
-        k.quant_i8(<signed char *>q, <float *>scale, <float *>sum, <int32_t *>isum, <const float *>x, n)
+        k.quant_i8(<signed char *>q, <float *>scale, <float *>sum, <int32_t *>isum, <int32_t *>half, <const float *>x, n)
 
 
 def tile_layout(str format, int64_t head_dim, int64_t page_tokens):

@@ -10,6 +10,7 @@ from libc.string cimport memcpy, memset
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_map, pkv_release, pkv_unmap
+from pagedkv.core.quants cimport pack_row
 
 
 # --- activations -------------------------------------------------------------------------------------------------------
@@ -23,7 +24,7 @@ cdef int act_reserve(act_buffer *b, int64_t n_tokens, int64_t n_cols) noexcept n
     cdef uint8_t *p
     if b.block != NULL and n_tokens <= b.max_tokens and n_cols == b.n_cols:
         return 0
-    p = <uint8_t *>pkv_alloc(floats + n_tokens * cols + 3 * table)
+    p = <uint8_t *>pkv_alloc(floats + n_tokens * cols + 4 * table)
     if p == NULL:
         return -1
     pkv_release(b.block)
@@ -36,6 +37,7 @@ cdef int act_reserve(act_buffer *b, int64_t n_tokens, int64_t n_cols) noexcept n
     b.act.scale = <float *>(p + floats + n_tokens * cols)
     b.act.sum = <float *>(p + floats + n_tokens * cols + table)
     b.act.isum = <int32_t *>(p + floats + n_tokens * cols + 2 * table)
+    b.act.half = <int32_t *>(p + floats + n_tokens * cols + 3 * table)
     b.act.x_stride = b.act.q_stride = cols
     b.act.b_stride = blocks
     return 0
@@ -50,7 +52,7 @@ cdef void act_quantise(act_buffer *b, int64_t token, int64_t start, int64_t stop
     """Quantise columns [start, stop) of one token's float row, both multiples of 32."""
     cdef int64_t at = token * b.act.b_stride + start // 32
     kern.quant_i8(b.act.q + token * b.act.q_stride + start, b.act.scale + at, b.act.sum + at, b.act.isum + at,
-                  b.x + token * b.act.x_stride + start, stop - start)
+                  b.act.half + at, b.x + token * b.act.x_stride + start, stop - start)
 
 
 # --- the loop ----------------------------------------------------------------------------------------------------------
@@ -122,13 +124,15 @@ cdef void pack_panel(const pack_job *job, int64_t panel) noexcept nogil:
                 for g in range(4):
                     memcpy(data + (4 * b + g) * 64 + 4 * r, source + 2 + 4 * g, 4)
                 source += 18
-        else:
+        elif kind == PKV_W_Q4_1:
             for b in range(n_blocks):
                 memcpy(scales + 64 * b + 2 * r, source, 2)
                 memcpy(scales + 64 * b + 32 + 2 * r, source + 2, 2)
                 for g in range(4):
                     memcpy(data + (4 * b + g) * 64 + 4 * r, source + 4 + 4 * g, 4)
                 source += 20
+        else:
+            pack_row(data, scales, source, kind, r, n_blocks)
 
 
 cdef void pack_worker(void *arg, int thread, int n_threads) noexcept nogil:
@@ -150,8 +154,17 @@ cdef dict TYPES = {
     "Q4_0": (PKV_W_Q4_0, 32, 18, 256, 32),
     "Q4_1": (PKV_W_Q4_1, 32, 20, 256, 64),
     "Q8_0": (PKV_W_Q8_0, 32, 34, 512, 32),
+    "Q5_0": (PKV_W_Q5_0, 32, 22, 320, 32),
+    "Q5_1": (PKV_W_Q5_1, 32, 24, 320, 64),
+    "Q2_K": (PKV_W_Q2_K, 256, 84, 8 * 128, 320),
+    "Q3_K": (PKV_W_Q3_K, 256, 110, 8 * 192, 288),
+    "Q4_K": (PKV_W_Q4_K, 256, 144, 8 * 256, 320),
+    "Q5_K": (PKV_W_Q5_K, 256, 176, 8 * 320, 320),
+    "Q6_K": (PKV_W_Q6_K, 256, 210, 8 * 384, 288),
 }
-WEIGHT_TYPES = tuple(TYPES)  # names of the types that can be packed
+WEIGHT_TYPES = tuple(TYPES)  # names of the types that can be packed, in the order of pkv_wtype
+# name: (columns of a block, its bytes of data and of scales per 16 rows)
+PANEL_LAYOUT = {name: (block, data, scales) for name, (_, block, _, data, scales) in TYPES.items()}
 
 
 cdef class PackedMatrix:

@@ -150,14 +150,16 @@ static pkv_act make_act(int64_t n_cols, int64_t n_tokens, int style, int fill)
     a.scale = floats(n_tokens * a.b_stride, style);
     a.sum = floats(n_tokens * a.b_stride, ZERO);
     a.isum = buffer(4 * n_tokens * a.b_stride);
+    a.half = buffer(4 * n_tokens * a.b_stride);
     for (int64_t t = 0; t < n_tokens; t++)
         for (int64_t b = 0; b < n_blocks; b++) {
             int8_t *q = a.q + t * a.q_stride + 32 * b;
             int64_t at = t * a.b_stride + b;
-            a.isum[at] = 0;
+            a.isum[at] = a.half[at] = 0;
             for (int k = 0; k < 32; k++) {
                 q[k] = fill ? (int8_t)(fill == 1 ? 127 : -127) : (int8_t)(below(255) - 127);
                 a.isum[at] += q[k];
+                a.half[at] += k < 16 ? q[k] : 0;
             }
             a.sum[at] = a.scale[at] * (float)a.isum[at];
         }
@@ -186,14 +188,15 @@ static void run_quant_i8(const pkv_kernels *k, int variant, sha256 *s)
     for (int c = 0; c < 50; c++, release()) {
         int64_t n = 32 * (1 + c % 9), n_blocks = n / 32;
         float *x = floats(n, c % N_STYLES), *scale = floats(n_blocks, ZERO), *sum = floats(n_blocks, ZERO);
-        int32_t *isum = buffer(4 * n_blocks);
+        int32_t *isum = buffer(4 * n_blocks), *half_sum = buffer(4 * n_blocks);
         int8_t *q = buffer(n);
         if (c % 7 == 3) /* exact ties between two integers */
             for (int64_t i = 0; i < n; i++)
                 x[i] = i % 32 ? (float)below(254) * 0.5f - 63.5f : 127.0f;
-        k->quant_i8(q, scale, sum, isum, x, n);
+        k->quant_i8(q, scale, sum, isum, half_sum, x, n);
         sha256_update(s, q, n);
         sha256_update(s, isum, 4 * n_blocks);
+        sha256_update(s, half_sum, 4 * n_blocks);
         hash_floats(s, scale, n_blocks);
         hash_floats(s, sum, n_blocks);
     }

@@ -93,21 +93,30 @@ def check_kernel(case, seed, isa, outputs, call):
 
 
 def quantised_inputs(case, type_name, w_panels, n_cols, n_tokens):
-    """(data, scales, q, q_stride, scale, sum, isum, b_stride)"""
-    data = case.rng.integers(0, 256, (w_panels, n_cols * (16 if type_name == "Q8_0" else 8)), dtype=np.uint8)
+    """(data, scales, q, q_stride, scale, sum, isum, half, b_stride)"""
+    block, data_bytes, scale_bytes = kernels.PANEL_LAYOUT[type_name]
+    data = case.rng.integers(0, 256, (w_panels, n_cols // block * data_bytes), dtype=np.uint8)
     values = case.rng.integers(-127, 128, (n_tokens, n_cols), dtype=np.int8)
     if case.extreme:
         data[case.rng.random(data.shape) < 0.5] = case.rng.choice([0, 255])
         if case.coin():
             values = case.rng.choice(np.array([-127, 127], np.int8), values.shape)
-    scales = case.halves(w_panels, n_cols if type_name == "Q4_1" else n_cols // 2)
+    n_halves = 16 * (2 if type_name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K") else 1)
+    small = case.rng.integers(0, 256, (w_panels, n_cols // block, scale_bytes - 2 * n_halves), dtype=np.uint8)
+    if case.extreme:
+        small[case.rng.random(small.shape) < 0.5] = case.rng.choice([127, 128, 255])
+    if type_name in ("Q4_K", "Q5_K"):
+        small &= 63
+    scales = np.concatenate([case.halves(w_panels, n_cols // block, n_halves).view(np.uint8), small], axis=2)
     isum = values.reshape(n_tokens, -1, 32).sum(axis=2, dtype=np.int32)
+    half = values.reshape(n_tokens, -1, 32)[..., :16].sum(axis=2, dtype=np.int32)
     scale = case.floats(n_tokens, n_cols // 32)
     with np.errstate(all="ignore"):
         total = scale * isum.astype(np.float32)
     q_stride, b_stride = -(-n_cols // 64) * 64, n_cols // 32 + case.size(0, 2)
     return (case.place(data, 64), case.place(scales, 64), case.rows(values, q_stride, 64), q_stride,
-            case.rows(scale, b_stride), case.rows(total, b_stride), case.rows(isum, b_stride), b_stride)
+            case.rows(scale, b_stride), case.rows(total, b_stride), case.rows(isum, b_stride),
+            case.rows(half, b_stride), b_stride)
 
 
 def float_weights(case, type_name, *shape):
@@ -121,13 +130,14 @@ def float_weights(case, type_name, *shape):
 @pytest.mark.parametrize("type_name", kernels.WEIGHT_TYPES)
 def test_gemm(case, seed, isa, type_name):
     quantised = type_name.startswith("Q")
-    w_panels, n_cols = case.size(1, 9), 32 * case.size(1, 7) if quantised else case.size(1, 90)
+    w_panels, block = case.size(1, 9), kernels.PANEL_LAYOUT[type_name][0]
+    n_cols = block * case.size(1, 3 if block == 256 else 7) if quantised else case.size(1, 90)
     token0, n_tokens, panel0 = case.size(0, 3), case.size(1, 26), case.size(0, w_panels - 1)
     n_panels, all_tokens = case.size(1, w_panels - panel0), token0 + n_tokens
-    scales = x = q = scale = total = isum = None
+    scales = x = q = scale = total = isum = half = None
     x_stride = q_stride = b_stride = 0
     if quantised:
-        data, scales, q, q_stride, scale, total, isum, b_stride = quantised_inputs(
+        data, scales, q, q_stride, scale, total, isum, half, b_stride = quantised_inputs(
             case, type_name, w_panels, n_cols, all_tokens)
     else:
         data, x_stride = float_weights(case, type_name, w_panels, n_cols, 16), n_cols + case.size(0, 3)
@@ -137,7 +147,7 @@ def test_gemm(case, seed, isa, type_name):
         case, seed, isa, [case.floats(n_tokens, out_stride)],
         lambda name, out: kernels.gemm(
             name, type_name, out, address(data), address(scales), n_cols, w_panels, address(x), x_stride,
-            address(q), q_stride, address(scale), address(total), address(isum), b_stride,
+            address(q), q_stride, address(scale), address(total), address(isum), address(half), b_stride,
             panel0, n_panels, token0, n_tokens, out_stride, add),
     )
 
@@ -152,7 +162,8 @@ def test_quant_i8(case, seed, isa):
         x[ties] = case.rng.integers(-253, 254, (int(ties.sum()), 32)) / np.float32(2)
         x[ties, 7] = 127
     x = case.place(x)
-    outputs = [np.zeros(x.shape, np.int8), case.floats(n_blocks), case.floats(n_blocks), np.zeros(n_blocks, np.int32)]
+    outputs = [np.zeros(x.shape, np.int8), case.floats(n_blocks), case.floats(n_blocks), np.zeros(n_blocks, np.int32),
+               np.zeros(n_blocks, np.int32)]
     check_kernel(case, seed, isa, outputs, lambda name, *out: kernels.quant_i8(name, *out, address(x), 32 * n_blocks))
 
 
