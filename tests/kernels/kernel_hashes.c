@@ -103,8 +103,13 @@ static void hash_halves(sha256 *s, const uint16_t *p, int64_t n)
 
 /* ---- matmul ---- */
 
-static const struct { int32_t type, bytes_per_column, scales_per_block; } weights[PKV_N_WTYPES] = {
-    {PKV_W_F32, 64, 0}, {PKV_W_F16, 32, 0}, {PKV_W_BF16, 32, 0}, {PKV_W_Q4_0, 8, 16}, {PKV_W_Q4_1, 8, 32}, {PKV_W_Q8_0, 16, 16},
+/* columns of a block, its bytes of data and of scales per panel, half precision numbers among those */
+static const struct { int32_t block, data_bytes, scale_bytes, halves; } weights[PKV_N_WTYPES] = {
+    [PKV_W_F32] = {1, 64, 0, 0},         [PKV_W_F16] = {1, 32, 0, 0},         [PKV_W_BF16] = {1, 32, 0, 0},
+    [PKV_W_Q4_0] = {32, 256, 32, 16},    [PKV_W_Q4_1] = {32, 256, 64, 32},    [PKV_W_Q8_0] = {32, 512, 32, 16},
+    [PKV_W_Q5_0] = {32, 320, 32, 16},    [PKV_W_Q5_1] = {32, 320, 64, 32},    [PKV_W_Q2_K] = {256, 1024, 320, 32},
+    [PKV_W_Q3_K] = {256, 1536, 288, 16}, [PKV_W_Q4_K] = {256, 2048, 320, 32}, [PKV_W_Q5_K] = {256, 2560, 320, 32},
+    [PKV_W_Q6_K] = {256, 3072, 288, 16},
 };
 
 static uint16_t half(int style) { return style == WILD ? (uint16_t)draw() : pkv_f32_to_f16(value(style) * 0x1p-6f); }
@@ -112,9 +117,9 @@ static uint16_t half(int style) { return style == WILD ? (uint16_t)draw() : pkv_
 static pkv_weight make_weight(int type, int64_t n_cols, int64_t n_panels, int style, int fill)
 {
     pkv_weight w = {.n_rows = 16 * n_panels, .n_cols = n_cols, .n_panels = n_panels, .type = type};
-    int64_t n_scales = weights[type].scales_per_block * (n_cols / 32);
-    w.panel_bytes = weights[type].bytes_per_column * n_cols;
-    w.scale_bytes = 2 * n_scales;
+    int64_t n_blocks = n_cols / weights[type].block;
+    w.panel_bytes = weights[type].data_bytes * n_blocks;
+    w.scale_bytes = weights[type].scale_bytes * n_blocks;
     uint8_t *data = buffer(pkv_round_up(n_panels * w.panel_bytes, 64));
     for (int64_t i = 0; i < n_panels * w.panel_bytes; i++)
         data[i] = fill >= 0 ? (uint8_t)fill : (uint8_t)draw();
@@ -130,11 +135,15 @@ static pkv_weight make_weight(int type, int64_t n_cols, int64_t n_panels, int st
             ((uint16_t *)data)[i] = (uint16_t)(bits >> 16);
     }
     w.data = data;
-    if (n_scales) {
-        uint16_t *scales = buffer(pkv_round_up(n_panels * w.scale_bytes, 64));
-        for (int64_t i = 0; i < n_panels * n_scales; i++)
-            scales[i] = half(style);
-        w.scales = (const uint8_t *)scales;
+    if (w.scale_bytes) {
+        uint8_t *scales = buffer(pkv_round_up(n_panels * w.scale_bytes, 64));
+        w.scales = scales;
+        for (int64_t i = 0; i < n_panels * n_blocks; i++, scales += weights[type].scale_bytes) {
+            for (int64_t j = 0; j < weights[type].halves; j++)
+                ((uint16_t *)scales)[j] = half(style);
+            for (int64_t j = 2 * weights[type].halves; j < weights[type].scale_bytes; j++)
+                scales[j] = (uint8_t)draw() & (type == PKV_W_Q4_K || type == PKV_W_Q5_K ? 63 : 255);
+        }
     }
     return w;
 }
@@ -171,7 +180,7 @@ static void run_gemm(const pkv_kernels *k, int type, sha256 *s)
     static const int64_t widths[] = {32, 64, 96, 160, 288};
     for (int c = 0; c < 40; c++, release()) {
         int style = c < 8 ? PLAIN : c % N_STYLES, fill = c < 6 ? (c & 1 ? 0xff : 0) : -1, q_fill = c < 6 ? c % 3 : 0;
-        int64_t n_cols = widths[c % 5] + (weights[type].scales_per_block ? 0 : below(19));
+        int64_t n_cols = weights[type].block == 256 ? 256 * (1 + c % 2) : widths[c % 5] + (weights[type].block == 1 ? below(19) : 0);
         int64_t n_panels = 1 + c % 6, total = n_panels + below(2), panel0 = total - n_panels;
         int64_t n_tokens = c == 39 ? 37 : 1 + c % 18, token0 = below(3), out_stride = 16 * n_panels + below(4);
         pkv_weight w = make_weight(type, n_cols, total, style, fill);
@@ -390,11 +399,12 @@ static void run_common(const pkv_kernels *k, int variant, sha256 *s)
         hash_floats(s, cs, 64);
     }
     for (int type = 0; type < PKV_N_WTYPES; type++, release()) {
-        pkv_weight w = make_weight(type, 96, 2, PLAIN, -1);
-        float *row = floats(96, ZERO);
+        int64_t n_cols = weights[type].block == 256 ? 256 : 96;
+        pkv_weight w = make_weight(type, n_cols, 2, PLAIN, -1);
+        float *row = floats(n_cols, ZERO);
         for (int64_t i = 0; i < 32; i++) {
             pkv_weight_row(row, &w, i);
-            hash_floats(s, row, 96);
+            hash_floats(s, row, n_cols);
         }
     }
 }
@@ -402,6 +412,9 @@ static void run_common(const pkv_kernels *k, int variant, sha256 *s)
 static const struct { const char *name; void (*run)(const pkv_kernels *, int, sha256 *); int variant; } kernels[] = {
     {"gemm_f32", run_gemm, PKV_W_F32}, {"gemm_f16", run_gemm, PKV_W_F16}, {"gemm_bf16", run_gemm, PKV_W_BF16},
     {"gemm_q4_0", run_gemm, PKV_W_Q4_0}, {"gemm_q4_1", run_gemm, PKV_W_Q4_1}, {"gemm_q8_0", run_gemm, PKV_W_Q8_0},
+    {"gemm_q5_0", run_gemm, PKV_W_Q5_0}, {"gemm_q5_1", run_gemm, PKV_W_Q5_1}, {"gemm_q2_k", run_gemm, PKV_W_Q2_K},
+    {"gemm_q3_k", run_gemm, PKV_W_Q3_K}, {"gemm_q4_k", run_gemm, PKV_W_Q4_K}, {"gemm_q5_k", run_gemm, PKV_W_Q5_K},
+    {"gemm_q6_k", run_gemm, PKV_W_Q6_K},
     {"quant_i8", run_quant_i8, 0},
     {"kv_write_f32", run_kv_write, PKV_KV_F32}, {"kv_write_f16", run_kv_write, PKV_KV_F16}, {"kv_write_int8", run_kv_write, PKV_KV_INT8},
     {"kv_read_f32", run_kv_read, PKV_KV_F32}, {"kv_read_f16", run_kv_read, PKV_KV_F16}, {"kv_read_int8", run_kv_read, PKV_KV_INT8},
