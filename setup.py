@@ -31,7 +31,9 @@ COMMON_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "k_scalar.c"]
 STRICT_FLAGS = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
 machine = os.environ.get("PAGEDKV_TARGET", platform.machine()).lower()
-isa_flags = X86_ISA_FLAGS if machine in ("x86_64", "amd64") else ARM_ISA_FLAGS if machine in ("aarch64", "arm64") else {}
+isa_flags = (
+    X86_ISA_FLAGS if machine in ("x86_64", "amd64") else ARM_ISA_FLAGS if machine in ("aarch64", "arm64") else {}
+)
 isa_flags = {name: flags for name, flags in isa_flags.items() if Path("csrc", name).exists()}
 
 sanitize = os.environ.get("PAGEDKV_SANITIZE", "")
@@ -75,7 +77,7 @@ class BuildExt(build_ext):
         package.mkdir(parents=True, exist_ok=True)
         command = self.compiler.compiler_so[0] if getattr(self.compiler, "compiler_so", None) else "cc"
         record = {
-            "commit": first_line("git", "rev-parse", "HEAD"),
+            "commit": first_line("git", "rev-parse", "HEAD") if Path(".git").exists() else None,
             "compiler": first_line(command, "--version"),
             "flags": " ".join([*flags, *os.environ.get("CFLAGS", "").split()]),
         }

@@ -143,7 +143,7 @@ def bench(
         prompt_tokens=prompt_tokens,
         gen_tokens=gen_tokens,
         batches=batch,
-        profile=profile,
+        with_profile=profile,
         as_json=as_json,
     )
 

@@ -1,4 +1,4 @@
-"""The build says nothing: no C warning in csrc for any instruction set, no warning or performance hint of Cython in core."""
+"""The build says nothing: no C warning for any instruction set, no warning or performance hint of Cython in core."""
 
 import ast
 import platform

@@ -5,6 +5,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from pagedkv.version import commit
 
 if TYPE_CHECKING:
     from pagedkv import LLM
+    from pagedkv.models.config import ModelConfig
 
 REPEATS = 5
 KV_FORMAT = "f16"
@@ -26,7 +28,7 @@ def run(
     prompt_tokens: int,
     gen_tokens: int,
     batches: list[int],
-    profile: bool,
+    with_profile: bool,
     as_json: bool,
 ) -> None:
     """Measure each batch size REPEATS times after a run that is not counted, and print medians.
@@ -44,22 +46,38 @@ def run(
         if not as_json:
             print(", ".join(f"{name} {value}" for name, value in head.items() if value))
             print(f"{'batch':>6}{'prompt':>8}{'new':>6}{'prefill t/s':>13}{'decode t/s':>12}{'ttft ms':>10} spread")
+        bandwidth = read_bandwidth(llm) if with_profile else 0.0
         for batch in batches:
-            measure(llm, batch, prompt_tokens, gen_tokens, seed=0)
-            samples = [measure(llm, batch, prompt_tokens, gen_tokens, seed) for seed in range(1, REPEATS + 1)]
+            measure(llm, random_prompts(llm, batch, prompt_tokens, 0), gen_tokens)
+            samples = [
+                measure(llm, random_prompts(llm, batch, prompt_tokens, seed), gen_tokens)
+                for seed in range(1, REPEATS + 1)
+            ]
             row = summarise(samples, batch, prompt_tokens, gen_tokens) | head
-            shares = profile_shares(llm, batch, prompt_tokens, gen_tokens) if profile else None
-            if as_json:
-                print(json.dumps(row | ({"profile": shares} if shares else {})), flush=True)
-                continue
-            spread = _spread([sample["decode_tps"] for sample in samples])
-            print(
-                f"{batch:6}{prompt_tokens:8}{gen_tokens:6}{row['prefill_tps']:13.1f}{row['decode_tps']:12.1f}"
-                f"{row['ttft_ms']:10.1f} {spread:.1%}",
-                flush=True,
-            )
-            for phase, parts in (shares or {}).items():
-                print(f"{'':6}{phase:>8}: " + ", ".join(f"{name} {share:.1%}" for name, share in parts.items()))
+            if with_profile:
+                row["profile"] = profile(llm, batch, prompt_tokens, gen_tokens, bandwidth)
+            print(json.dumps(row) if as_json else text_row(row), flush=True)
+
+
+def text_row(row: dict[str, Any]) -> str:
+    """A row for people, in the columns of the heading; the profile, if there is one, on lines of its own."""
+    samples = row["samples"]["decode_tps"]
+    spread = (max(samples) - min(samples)) / row["decode_tps"]
+    lines = [
+        f"{row['batch']:6}{row['prompt_tokens']:8}{row['gen_tokens']:6}{row['prefill_tps']:13.1f}"
+        f"{row['decode_tps']:12.1f}{row['ttft_ms']:10.1f} {spread:.1%}"
+    ]
+    if "profile" in row:
+        found = row["profile"]
+        for phase in ("prefill", "decode"):
+            lines.append(f"{phase:>14}: " + ", ".join(f"{name} {share:.1%}" for name, share in found[phase].items()))
+            lines.append(f"{'':16}{found[f'{phase}_macs_per_s'] / 1e9:.1f} GMAC/s in matrices")
+        of = found["decode_bytes_per_s"] / found["read_bandwidth"]
+        lines.append(
+            f"{'':16}{found['decode_bytes_per_s'] / 1e9:.1f} GB/s of weights, {of:.0%} of the "
+            f"{found['read_bandwidth'] / 1e9:.1f} GB/s memory was measured to deliver"
+        )
+    return "\n".join(lines)
 
 
 def load(model: str, threads: int | None, prompt_tokens: int, gen_tokens: int, batch: int) -> "LLM":
@@ -80,56 +98,60 @@ def load(model: str, threads: int | None, prompt_tokens: int, gen_tokens: int, b
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of one run: until all requests have their first token, of the steps after that, and each one's wait."""
+
+    prefill_s: float
+    decode_s: float
+    ttft_s: list[float]
+
+
 def measure(
     llm: "LLM",
-    batch: int,
-    prompt_tokens: int,
+    prompts: list[dict[str, list[int]]],
     gen_tokens: int,
-    seed: int,
     on_prefilled: Callable[[], object] | None = None,
-) -> dict[str, float]:
-    """One sample: prefill until every request has its first token, then gen_tokens steps of the whole batch.
+) -> Sample:
+    """Submit all prompts, of one length, at once; then count gen_tokens steps in which all of them decode.
 
-    prefill_tps     prompt tokens of all requests / seconds until the last of them has its first token
-    decode_tps      batch * gen_tokens / seconds of the steps after that
-    ttft_ms         milliseconds from submission to first token, median over the requests
+    on_prefilled is called, untimed, between prefill and decode. Aborts the requests when done.
     """
     from pagedkv.engine.params import SamplingParams
 
     engine = llm.engine
     # requests that are ready early decode beside the others' prefill: nobody may finish before the counted steps end
-    max_tokens = gen_tokens + _steps_of_prefill(batch, prompt_tokens, engine.scheduler.max_num_batched_tokens)
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    prompts = random_prompts(llm, batch, prompt_tokens, seed)
+    length = len(prompts[0]["prompt_token_ids"])
+    early = _steps_of_prefill(len(prompts), length, engine.scheduler.max_num_batched_tokens)
+    params = SamplingParams(max_tokens=gen_tokens + early, temperature=0, ignore_eos=True)
     start = time.perf_counter()
     ids = [engine.add_request(prompt, params) for prompt in prompts]
     first_token: dict[str, float] = {}
-    while len(first_token) < batch:
+    while len(first_token) < len(ids):
         for output in engine.step():
-            first_token.setdefault(output.request_id, time.perf_counter())
-    prefilled = time.perf_counter()
+            first_token.setdefault(output.request_id, time.perf_counter() - start)
+    prefill_s = time.perf_counter() - start
     if on_prefilled:
         on_prefilled()
-    decode_start = time.perf_counter()
-    n_tokens = 0
+    start = time.perf_counter()
     for _ in range(gen_tokens):
-        n_tokens += len(engine.step())
-    stop = time.perf_counter()
+        engine.step()
+    decode_s = time.perf_counter() - start
     for request_id in ids:
         engine.abort(request_id)
     while engine.has_unfinished():
         engine.step()
-    return {
-        "prefill_tps": batch * prompt_tokens / (prefilled - start),
-        "decode_tps": n_tokens / (stop - decode_start),
-        "ttft_ms": 1000 * statistics.median(at - start for at in first_token.values()),
+    return Sample(prefill_s, decode_s, list(first_token.values()))
+
+
+def summarise(samples: list[Sample], batch: int, prompt_tokens: int, gen_tokens: int) -> dict[str, Any]:
+    """Medians over the samples, and all of them under "samples"."""
+    kept = {
+        "prefill_tps": [round(batch * prompt_tokens / sample.prefill_s, 2) for sample in samples],
+        "decode_tps": [round(batch * gen_tokens / sample.decode_s, 2) for sample in samples],
+        "ttft_ms": [round(1000 * statistics.median(sample.ttft_s), 3) for sample in samples],
     }
-
-
-def summarise(samples: list[dict[str, float]], batch: int, prompt_tokens: int, gen_tokens: int) -> dict[str, Any]:
-    """Medians of the samples, and all of them under "samples"."""
-    medians = {name: round(statistics.median(s[name] for s in samples), 3) for name in samples[0]}
-    kept = {name: [round(s[name], 3) for s in samples] for name in samples[0]}
+    medians = {name: statistics.median(values) for name, values in kept.items()}
     return {"batch": batch, "prompt_tokens": prompt_tokens, "gen_tokens": gen_tokens, **medians, "samples": kept}
 
 
@@ -140,18 +162,51 @@ def random_prompts(llm: "LLM", batch: int, n_tokens: int, seed: int) -> list[dic
     return [{"prompt_token_ids": draw.choices(ordinary, k=n_tokens)} for _ in range(batch)]
 
 
-def profile_shares(llm: "LLM", batch: int, prompt_tokens: int, gen_tokens: int) -> dict[str, dict[str, float]]:
-    """Share of each operation of the forward step in its time, largest first: of prefill and of decode."""
+def profile(llm: "LLM", batch: int, prompt_tokens: int, gen_tokens: int, bandwidth: float) -> dict[str, Any]:
+    """Where the time of a forward step goes, and how far it is from what memory can deliver.
+
+    prefill, decode           share of each operation in the time of the phase, largest first
+    decode_bytes_per_s        bytes of weights read a second: every step reads all of them once
+    read_bandwidth            what `probe.read_bandwidth` measured
+    prefill_macs_per_s, decode_macs_per_s    multiply-accumulates of matrix products, attention not counted
+    """
     forward = llm.model.forward
     prefill: dict[str, float] = {}
     forward.profile = True
     try:
         forward.profile_seconds()
-        measure(llm, batch, prompt_tokens, gen_tokens, 0, lambda: prefill.update(forward.profile_seconds()))
+        prompts = random_prompts(llm, batch, prompt_tokens, 0)
+        measure(llm, prompts, gen_tokens, lambda: prefill.update(forward.profile_seconds()))
         decode = forward.profile_seconds()
     finally:
         forward.profile = False
-    return {"prefill": _shares(prefill), "decode": _shares(decode)}
+    layers, head = macs_per_token(llm.model.config)
+    prefill_s, decode_s = sum(prefill.values()), sum(decode.values())
+    return {
+        "prefill": _shares(prefill),
+        "decode": _shares(decode),
+        "decode_bytes_per_s": round(gen_tokens * forward.nbytes / decode_s),
+        "read_bandwidth": round(bandwidth),
+        "prefill_macs_per_s": round(batch * (prompt_tokens * layers + head) / prefill_s),
+        "decode_macs_per_s": round(batch * gen_tokens * (layers + head) / decode_s),
+    }
+
+
+def macs_per_token(config: "ModelConfig") -> tuple[int, int]:
+    """Multiply-accumulates of all layers' matrices, and of the output head, for one token."""
+    rows = config.head_dim * (config.n_heads + 2 * config.n_kv_heads)
+    attention = config.hidden_size * (rows + config.head_dim * config.n_heads)
+    return (
+        config.n_layers * (attention + 3 * config.hidden_size * config.ffn_size),
+        config.vocab_size * config.hidden_size,
+    )
+
+
+def read_bandwidth(llm: "LLM") -> float:
+    """Bytes a second that the model's threads read from memory."""
+    from pagedkv.core.probe import read_bandwidth
+
+    return read_bandwidth(llm.model.forward.pool)
 
 
 def _shares(seconds: dict[str, float]) -> dict[str, float]:
@@ -162,7 +217,3 @@ def _shares(seconds: dict[str, float]) -> dict[str, float]:
 def _steps_of_prefill(batch: int, prompt_tokens: int, budget: int) -> int:
     """Upper bound of the steps until all prompts are computed: running decodes take up to `batch` tokens of each."""
     return -(-batch * prompt_tokens // (budget - batch)) + 2
-
-
-def _spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
