@@ -12,7 +12,7 @@ PACKAGE = ROOT / "pagedkv"
 # Modules of the core from the bottom up. A module imports only from layers below its own.
 CORE_LAYERS = [
     {"errors", "cpus", "structs", "memory"},
-    {"_kernels", "internal"},
+    {"_kernels", "internal", "quants"},
     {"pages", "matmul", "sampler", "probe"},
     {"arena", "attention"},
     {"sequence", "check"},
@@ -22,7 +22,7 @@ CORE_LAYERS = [
 ]
 # The page side of the core knows nothing of kernels and threads.
 PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "prefix", "capi"}
-ARITHMETIC = {"_kernels", "matmul", "attention", "sampler", "probe", "kvcache", "forward"}
+ARITHMETIC = {"_kernels", "quants", "matmul", "attention", "sampler", "probe", "kvcache", "forward"}
 # Methods that hand out what is built on their class; imported when called.
 FACTORIES = {("arena", "check"), ("arena", "sequence")}
 

@@ -46,8 +46,9 @@ def load_model(
 ) -> LoadedModel:
     """Load a catalogue name (pulled at first use) or a GGUF file.
 
-    threads: of packing and of every later step (None: see `pagedkv.core.cpus.default_threads`). progress: bars on standard error.
-    Raises ModelError or ValueError in one line that names what is wrong. Weights are read once, packed and dropped from the page map.
+    threads: of packing and of every later step (None: see `pagedkv.core.cpus.default_threads`). progress: bars on
+    standard error. Raises ModelError or ValueError in one line that names what is wrong. Weights are read once, packed
+    and dropped from the page map.
     """
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations: {activations!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -59,8 +60,9 @@ def load_model(
         config = ModelConfig.from_gguf(file)
         for tensor in file.tensors.values():
             if tensor.type_name not in WEIGHT_TYPES:
+                supported = ", ".join(WEIGHT_TYPES)
                 raise ModelError(
-                    f"tensor {tensor.name}: type {tensor.type_name} is not supported; supported: {', '.join(WEIGHT_TYPES)}"
+                    f"tensor {tensor.name}: type {tensor.type_name} is not supported; supported: {supported}"
                 )
         tokenizer = Tokenizer(file.metadata)
         forward = _pack(file, config, pool, progress)
@@ -76,7 +78,10 @@ def inverse_frequencies(theta: float, rope_dim: int) -> np.ndarray:
 
 
 def half_split_order(n_heads: int, head_dim: int, rope_dim: int) -> np.ndarray:
-    """Row order that turns a head's adjacent rotation pairs (2i, 2i+1) into (i, i + rope_dim/2): int64 [n_heads * head_dim]."""
+    """Row order that turns a head's adjacent rotation pairs (2i, 2i+1) into (i, i + rope_dim/2).
+
+    int64 [n_heads * head_dim].
+    """
     head = np.arange(head_dim)
     head[: rope_dim // 2] = np.arange(0, rope_dim, 2)
     head[rope_dim // 2 : rope_dim] = np.arange(1, rope_dim, 2)
@@ -86,7 +91,8 @@ def half_split_order(n_heads: int, head_dim: int, rope_dim: int) -> np.ndarray:
 def _pack(file: GGUFFile, config: ModelConfig, pool: ThreadPool, progress: bool) -> ForwardModel:
     from tqdm import tqdm
 
-    bar = tqdm(total=len(file.tensors), desc="packing weights", unit="tensor", disable=not progress, leave=False, delay=1)
+    n = len(file.tensors)
+    bar = tqdm(total=n, desc="packing weights", unit="tensor", disable=not progress, leave=False, delay=1)
 
     def matrix(name: str, row_order: np.ndarray | None = None) -> PackedMatrix:
         tensor = file.tensors[name]

@@ -1,6 +1,6 @@
 """On the real model, a request's tokens and logprob bits are those of its solo run, whatever goes on around it.
 
-12 prompts of 1 to 600 tokens, temperature 0.8, seeds 0 to 11, 48 new tokens. One test per dimension, one that mixes all.
+12 prompts of 1 to 600 tokens, temperature 0.8, seeds 0 to 11, 48 new tokens. One test per dimension, one mixing all.
 """
 
 import os
