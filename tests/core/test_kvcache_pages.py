@@ -358,7 +358,7 @@ def test_random_use_against_a_model(seed):
             del model.tables[key], model.data[key]
         elif action == "share" and len(seqs) < 6:
             pages = int(rng.integers(0, n // page_tokens + 1))
-            seqs[step] = kv.sequence(step)
+            seqs[step] = kv.sequence(step, max_pages=40)
             seqs[step].share_prefix(seq.page_table[:pages], pages * page_tokens)
             model.tables[step] = table[:pages]
             model.data[step] = [x[:, : pages * page_tokens] for x in model.data[key]]
