@@ -25,6 +25,7 @@ int64_t pkv_argmax_avx512(const float *restrict x, int64_t n);
 /* The part of a kernel table that follows gemm. */
 #define PKV_AVX512_AFTER_GEMM                                                                      \
     .quant_i8 = pkv_quant_i8_avx512,                                                               \
+    .quant_i12 = pkv_quant_i12_scalar,                                                             \
     .kv_write = {pkv_kv_write_f32_avx512, pkv_kv_write_f16_avx512, pkv_kv_write_int8_avx512},      \
     .kv_read = {pkv_kv_read_f32_avx512, pkv_kv_read_f16_avx512, pkv_kv_read_int8_avx512},          \
     .qk = {pkv_qk_f32_avx512, pkv_qk_f16_avx512, pkv_qk_int8_avx512},                              \

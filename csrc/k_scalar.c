@@ -182,7 +182,7 @@ static void gemm_float(float *restrict out, const pkv_weight *restrict w, const 
 /* One block of 32 columns of one row: integers with the bias taken off, factors of its halves, scale and minimum of the block. */
 typedef struct block {
     int32_t q[32];
-    int32_t factor[2], min_factor[2];    /* 1 and 0 unless the type scales 16 columns at a time */
+    int32_t factor[2], min_factor[2];    /* of its halves; 1 and 0 unless the type is a K-quant */
     float scale, min;
 } block;
 
@@ -214,10 +214,11 @@ static block weight_block(const pkv_weight *w, int64_t row, int64_t b)
     }
     if (types[w->type].mins)
         x.min = pkv_f16_to_f32(half_at(s + 32 + 2 * r));
-    if (w->type == PKV_W_Q4_K || w->type == PKV_W_Q5_K) {
-        x.scale *= small[b % 8 * 16 + r];
-        x.min *= -(float)small[128 + b % 8 * 16 + r];
-    }
+    if (w->type == PKV_W_Q4_K || w->type == PKV_W_Q5_K)
+        for (int h = 0; h < 2; h++) {
+            x.factor[h] = small[b % 8 * 16 + r];
+            x.min_factor[h] = small[128 + b % 8 * 16 + r];
+        }
     for (int h = 0; h < 2; h++) {
         int64_t at = (b % 8 * 2 + h) * 16 + r;
         if (w->type == PKV_W_Q3_K || w->type == PKV_W_Q6_K)
@@ -230,7 +231,10 @@ static block weight_block(const pkv_weight *w, int64_t row, int64_t b)
     return x;
 }
 
-/* Integers are exact, and every integer that becomes a float is below 2^24: at most 2 * 128 * 16 * 32 * 127 for Q6_K. */
+static int is_super(int32_t type) { return type >= PKV_W_Q2_K; }
+
+/* int8. Integers are exact, and every integer that becomes a float is below 2^24: at most 2 * 128 * 16 * 32 * 127 for Q6_K. Q4_K and
+ * Q5_K, with one sub-scale for the whole block, scale in float: d*sc and m*mn are exact. */
 void pkv_gemm_blocks_scalar(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
                             int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
@@ -244,12 +248,59 @@ void pkv_gemm_blocks_scalar(float *restrict out, const pkv_weight *restrict w, c
                 int32_t half[2] = {0, 0};
                 for (int k = 0; k < 32; k++)
                     half[k / 16] += wb.q[k] * a[k];
+                if (w->type == PKV_W_Q4_K || w->type == PKV_W_Q5_K) {
+                    acc = fmaf(wb.scale * (float)wb.factor[0] * x->scale[at], (float)(half[0] + half[1]), acc);
+                    acc = fmaf(-(wb.min * (float)wb.min_factor[0]), x->sum[at], acc);
+                    continue;
+                }
                 acc = fmaf(wb.scale * x->scale[at], (float)(wb.factor[0] * half[0] + wb.factor[1] * half[1]), acc);
                 if (w->type == PKV_W_Q2_K) {
                     int32_t mins = wb.min_factor[0] * x->half[at] + wb.min_factor[1] * (x->isum[at] - x->half[at]);
                     acc = fmaf(-(wb.min * x->scale[at]), (float)mins, acc);
-                } else if (w->type == PKV_W_Q4_1 || w->type == PKV_W_Q5_1 || w->type == PKV_W_Q4_K || w->type == PKV_W_Q5_K)
+                } else if (w->type == PKV_W_Q4_1 || w->type == PKV_W_Q5_1)
                     acc = fmaf(wb.min, x->sum[at], acc);
+            }
+            *o = add ? *o + acc : acc;
+        }
+}
+
+/* int12. Types without sub-scales take one float step per block and one per 256 columns:
+ *     inner = fma(scale_w, isum, inner), inner = fma(min_w, sum of x, inner); acc = fma(scale_x, inner, acc)
+ * K-quants keep sub-scales and minima integer to the end of the 256 columns: at most 16 * 128 * 16 * 32 * 2039 = 2.14e9 < 2^31 for Q6_K. */
+void pkv_gemm_wide_scalar(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
+                          int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+{
+    for (int64_t row = 0; row < 16 * n_panels; row++)
+        for (int64_t t = 0; t < n_tokens; t++) {
+            float acc = 0.0f, inner = 0.0f, *o = out + t * out_stride + row;
+            int32_t total = 0, mins = 0;
+            int64_t n_blocks = w->n_cols / 32;
+            for (int64_t b = 0; b < n_blocks; b++) {
+                const int8_t *high = x->q + (token0 + t) * x->q_stride + 32 * b, *low = x->low + (token0 + t) * x->q_stride + 32 * b;
+                int64_t at = (token0 + t) * x->b_stride + b;
+                float scale_x = x->scale[(token0 + t) * x->b_stride + b / 8];
+                block wb = weight_block(w, 16 * panel0 + row, b);
+                int32_t half[2] = {0, 0};
+                for (int k = 0; k < 32; k++)
+                    half[k / 16] += wb.q[k] * (16 * high[k] + low[k]);
+                if (is_super(w->type)) {
+                    total += wb.factor[0] * half[0] + wb.factor[1] * half[1];
+                    mins += wb.min_factor[0] * x->half[at] + wb.min_factor[1] * (x->isum[at] - x->half[at]);
+                } else {
+                    inner = fmaf(wb.scale, (float)(half[0] + half[1]), inner);
+                    if (w->type == PKV_W_Q4_1 || w->type == PKV_W_Q5_1)
+                        inner = fmaf(wb.min, (float)x->isum[at], inner);
+                }
+                if (b % 8 < 7 && b + 1 < n_blocks)
+                    continue;
+                if (is_super(w->type)) {
+                    acc = fmaf(wb.scale * scale_x, (float)total, acc);
+                    if (w->type != PKV_W_Q3_K && w->type != PKV_W_Q6_K)
+                        acc = fmaf(-(wb.min * scale_x), (float)mins, acc);
+                } else
+                    acc = fmaf(scale_x, inner, acc);
+                inner = 0.0f;
+                total = mins = 0;
             }
             *o = add ? *o + acc : acc;
         }
@@ -265,7 +316,7 @@ void pkv_weight_row(float *restrict y, const pkv_weight *restrict w, int64_t row
         for (int64_t b = 0; b < w->n_cols / 32; b++) {
             block x = weight_block(w, row, b);
             for (int k = 0; k < 32; k++) {
-                float min = w->type == PKV_W_Q2_K ? -(x.min * (float)x.min_factor[k / 16]) : x.min;
+                float min = is_super(w->type) ? -(x.min * (float)x.min_factor[k / 16]) : x.min;
                 y[32 * b + k] = fmaf(x.scale * (float)x.factor[k / 16], (float)x.q[k], min);
             }
         }
@@ -307,6 +358,30 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
             half[b] += k < 16 ? q[32 * b + k] : 0;
         }
         sum[b] = scale[b] * (float)isum[b];
+    }
+}
+
+/* q = 16*high + low; the rules for zero, infinity and NaN are those of quantise */
+void pkv_quant_i12_scalar(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum,
+                          int32_t *restrict half, const float *restrict x, int64_t n)
+{
+    for (int64_t start = 0; start < n; start += 256) {
+        int64_t stop = start + 256 < n ? start + 256 : n;
+        uint32_t largest = largest_magnitude(x + start, stop - start);
+        float amax, inverse;
+        memcpy(&amax, &largest, 4);
+        inverse = largest >= 0x7f800000u || amax < 0x1p-100f ? 0.0f : 2039.0f / amax;
+        scale[start / 256] = largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / 2039.0f);
+        for (int64_t b = start / 32; b < stop / 32; b++) {
+            isum[b] = half[b] = 0;
+            for (int k = 0; k < 32; k++) {
+                int32_t v = inverse == 0.0f ? 0 : (int32_t)rintf(x[32 * b + k] * inverse), high = (v + 8) >> 4;
+                q[32 * b + k] = (int8_t)high;
+                low[32 * b + k] = (int8_t)(v - 16 * high);
+                isum[b] += v;
+                half[b] += k < 16 ? v : 0;
+            }
+        }
     }
 }
 
@@ -521,7 +596,11 @@ const pkv_kernels pkv_kernels_scalar = {
     .gemm = {gemm_float, gemm_float, gemm_float, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
              pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
              pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
+    .gemm_wide = {gemm_float, gemm_float, gemm_float, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
+                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
+                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar},
     .quant_i8 = quant_i8,
+    .quant_i12 = pkv_quant_i12_scalar,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},
     .qk = {qk_f32, qk_f16, qk_int8},

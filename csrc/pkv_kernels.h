@@ -76,16 +76,19 @@ typedef struct pkv_weight {
     int32_t reserved;
 } pkv_weight;
 
-/* Activations of n_tokens rows. Float weights read x, quantised weights the rest. */
+/* Activations of n_tokens rows. Float weights read x, quantised weights the rest, in one of two formats:
+ *   int8   q in [-127, 127], one scale per 32 columns
+ *   int12  16*q + low in [-2039, 2039], one scale per 256 columns, the last group of a row possibly shorter */
 typedef struct pkv_act {
     const float *x;          /* [n_tokens, n_cols] */
-    int8_t *q;               /* [n_tokens, n_cols] in [-127, 127] */
-    float *scale;            /* [n_tokens, n_cols/32] */
-    float *sum;              /* [n_tokens, n_cols/32] scale * (float)(sum of q) */
-    int32_t *isum;           /* [n_tokens, n_cols/32] sum of q */
-    int32_t *half;           /* [n_tokens, n_cols/32] sum of the first 16 q of each block */
+    int8_t *q;               /* [n_tokens, n_cols] in [-127, 127]; int12: the high digit */
+    int8_t *low;             /* [n_tokens, n_cols] int12 only: the low digit, in [-8, 7] */
+    float *scale;            /* [n_tokens, n_cols/32]; int12: the first n_cols/256 (rounded up) of a row */
+    float *sum;              /* [n_tokens, n_cols/32] scale * (float)isum; int12: not used */
+    int32_t *isum;           /* [n_tokens, n_cols/32] sum of the integers of a block */
+    int32_t *half;           /* [n_tokens, n_cols/32] sum of the first 16 integers of a block */
     int64_t x_stride;        /* elements between rows of x */
-    int64_t q_stride;        /* elements between rows of q, a multiple of 64 */
+    int64_t q_stride;        /* elements between rows of q and of low, a multiple of 64 */
     int64_t b_stride;        /* elements between rows of scale, sum, isum and half */
 } pkv_act;
 
@@ -148,10 +151,15 @@ typedef struct pkv_kernels {
     const char *name;
 
     /* matmul */
-    pkv_gemm_fn *gemm[PKV_N_WTYPES];
+    pkv_gemm_fn *gemm[PKV_N_WTYPES];          /* int8 activations; float types: float activations */
+    pkv_gemm_fn *gemm_wide[PKV_N_WTYPES];     /* int12 activations; float types as in gemm */
     /* int8 quantisation of one row, n a multiple of 32: one scale per 32 values, see pkv_act */
     void (*quant_i8)(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, int32_t *restrict half,
                      const float *restrict x, int64_t n);
+
+    /* int12 quantisation of one row, n a multiple of 32: one scale per 256 values */
+    void (*quant_i12)(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum, int32_t *restrict half,
+                      const float *restrict x, int64_t n);
 
     /* attention over page tiles */
     pkv_kv_write_fn *kv_write[PKV_N_KVFORMATS];
@@ -185,7 +193,9 @@ float pkv_exp(float x);     /* the exp of every kernel: 0 below -87, x clamped a
 uint16_t pkv_f32_to_f16(float x);
 float pkv_f16_to_f32(uint16_t h);
 
-pkv_gemm_fn pkv_gemm_blocks_scalar; /* every block type; what an ISA uses for a type it has no kernel of its own for */
+pkv_gemm_fn pkv_gemm_blocks_scalar, pkv_gemm_wide_scalar; /* every block type, int8 and int12; what an ISA uses for a type it has no kernel of its own for */
+void pkv_quant_i12_scalar(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum,
+                          int32_t *restrict half, const float *restrict x, int64_t n);
 
 /* dispatch.c: the ISAs of this build, best first, scalar last. */
 typedef struct pkv_isa {

@@ -22,6 +22,7 @@ cdef extern from "pkv_kernels.h" nogil:
     ctypedef struct pkv_act:
         const float *x
         signed char *q
+        signed char *low
         float *scale
         float *sum
         int32_t *isum
@@ -49,8 +50,11 @@ cdef extern from "pkv_kernels.h" nogil:
     ctypedef struct pkv_kernels:
         const char *name
         pkv_gemm_fn **gemm
+        pkv_gemm_fn **gemm_wide
         void (*quant_i8)(signed char *q, float *scale, float *sum, int32_t *isum, int32_t *half, const float *x,
                          int64_t n) noexcept nogil
+        void (*quant_i12)(signed char *q, signed char *low, float *scale, int32_t *isum, int32_t *half, const float *x,
+                          int64_t n) noexcept nogil
         pkv_kv_write_fn **kv_write
         pkv_kv_read_fn **kv_read
         pkv_qk_fn **qk

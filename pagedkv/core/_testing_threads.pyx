@@ -124,7 +124,7 @@ def required_features() -> dict:
 cdef struct product:
     float *out
     const pkv_weight *w
-    const pkv_act *x
+    const act_buffer *x
     int64_t n_tokens
     int64_t out_stride
     bint add
@@ -151,7 +151,7 @@ def multiply(ThreadPool pool not None, PackedMatrix m not None, x, out, bint add
                 b.x[t * b.act.x_stride + <int64_t>k] = value
             if m.w.scales != NULL:
                 act_quantise(&b, t, 0, m.w.n_cols)
-        p.out, p.w, p.x = <float *><size_t>out.ctypes.data, &m.w, &b.act
+        p.out, p.w, p.x = <float *><size_t>out.ctypes.data, &m.w, &b
         p.n_tokens, p.out_stride, p.add, p.counter = x.shape[0], out.shape[1], add, 0
         with nogil:
             status = pool_run(pool.ptr, &product_job, &p)

@@ -32,9 +32,10 @@ cdef extern from "time.h" nogil:
 cdef enum:
     UNIT = 32           # feed-forward rows computed together: one quantisation block of the product
     FFN_TOKENS = 32     # tokens of one pass through such a unit
-    COUNTERS_PER_LAYER = 12
+    COUNTERS_PER_LAYER = 13
 
 # The operations of a step, in order; the first and the last two are outside the layers.
+ACTIVATIONS = ("int8", "int12")
 OPERATIONS = ("embed", "attn_norm", "qkv", "rope", "attention", "attn_out", "ffn_norm", "gate_up", "down", "head_norm", "head")
 cdef enum:
     OP_EMBED, OP_ATTN_NORM, OP_QKV, OP_ROPE, OP_ATTENTION, OP_ATTN_OUT, OP_FFN_NORM, OP_GATE_UP, OP_DOWN, OP_HEAD_NORM, OP_HEAD, N_OPS
@@ -165,15 +166,15 @@ cdef void rope_and_store(batch *b, int64_t layer, int64_t *counter, int n_thread
         start = claim(counter, b.n_rows, chunk, &stop)
 
 
-cdef void quantise_attended(batch *b, int64_t *counter, int n_threads) noexcept nogil:
-    """For heads whose slices do not end on a quantisation block."""
+cdef void quantise_rows(batch *b, act_buffer *rows, int64_t *counter, int n_threads) noexcept nogil:
+    """Whole rows, where the slices they were made in do not end on quantisation blocks."""
     cdef int64_t chunk = row_chunk(b, n_threads)
     cdef int64_t stop = 0
     cdef int64_t row
     cdef int64_t start = claim(counter, b.n_rows, chunk, &stop)
     while start < b.n_rows:
         for row in range(start, stop):
-            act_quantise(&b.attended, row, 0, b.n_heads * b.head_dim)
+            act_quantise(rows, row, 0, rows.n_cols)
         start = claim(counter, b.n_rows, chunk, &stop)
 
 
@@ -186,7 +187,7 @@ cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *cou
     cdef int64_t start = claim(counter, n_units, chunk, &stop)
     cdef float *up = scratch + FFN_TOKENS * UNIT
     cdef float *h
-    cdef bint quantised = w.down.scales != NULL
+    cdef bint quantised = is_quantised(w.down) and not b.product.wide  # a wide block is longer than a unit
     while start < n_units:
         for unit in range(start, stop):
             panel = 2 * unit
@@ -194,8 +195,8 @@ cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *cou
             token = 0
             while token < b.n_rows:
                 n = min(<int64_t>FFN_TOKENS, b.n_rows - token)
-                kern.gemm[w.gate.type](scratch, w.gate, &b.normed.act, panel, panels, token, n, UNIT, 0)
-                kern.gemm[w.up.type](up, w.up, &b.normed.act, panel, panels, token, n, UNIT, 0)
+                gemm_of(&b.normed, w.gate)(scratch, w.gate, &b.normed.act, panel, panels, token, n, UNIT, 0)
+                gemm_of(&b.normed, w.up)(up, w.up, &b.normed.act, panel, panels, token, n, UNIT, 0)
                 for t in range(n):
                     h = b.product.x + (token + t) * b.product.act.x_stride + UNIT * unit
                     kern.silu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
@@ -237,34 +238,37 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
         w = &b.layers[layer]
         norm(b, w.attn_norm, False, b.n_rows, is_quantised(w.q) or is_quantised(w.k) or is_quantised(w.v), counter, n_threads)
         done(b, OP_ATTN_NORM, thread, &since)
-        matmul(b.qkv, w.q, &b.normed.act, b.n_rows, b.qkv_stride, False, counter + 1, n_threads)
-        matmul(b.qkv + b.k_offset, w.k, &b.normed.act, b.n_rows, b.qkv_stride, False, counter + 2, n_threads)
-        matmul(b.qkv + b.v_offset, w.v, &b.normed.act, b.n_rows, b.qkv_stride, False, counter + 3, n_threads)
+        matmul(b.qkv, w.q, &b.normed, b.n_rows, b.qkv_stride, False, counter + 1, n_threads)
+        matmul(b.qkv + b.k_offset, w.k, &b.normed, b.n_rows, b.qkv_stride, False, counter + 2, n_threads)
+        matmul(b.qkv + b.v_offset, w.v, &b.normed, b.n_rows, b.qkv_stride, False, counter + 3, n_threads)
         done(b, OP_QKV, thread, &since)
         rope_and_store(b, layer, counter + 4, n_threads)
         done(b, OP_ROPE, thread, &since)
-        slices = &b.attended if is_quantised(w.o) and width % 32 == 0 else NULL
+        slices = &b.attended if is_quantised(w.o) and width % 32 == 0 and not b.attended.wide else NULL
         attend(b.attended.x, b.qkv, &b.kv, &b.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5)
         if b.plan.n_merged:
             pool_barrier(b.pool)
             attend_merge(b.attended.x, &b.kv, &b.plan, b.attended.act.x_stride, slices, counter + 6)
         if is_quantised(w.o) and slices == NULL:
             pool_barrier(b.pool)
-            quantise_attended(b, counter + 7, n_threads)
+            quantise_rows(b, &b.attended, counter + 7, n_threads)
         done(b, OP_ATTENTION, thread, &since)
-        matmul(b.x, w.o, &b.attended.act, b.n_rows, b.x_stride, True, counter + 8, n_threads)
+        matmul(b.x, w.o, &b.attended, b.n_rows, b.x_stride, True, counter + 8, n_threads)
         done(b, OP_ATTN_OUT, thread, &since)
         norm(b, w.ffn_norm, False, b.n_rows, is_quantised(w.gate) or is_quantised(w.up), counter + 9, n_threads)
         done(b, OP_FFN_NORM, thread, &since)
         gate_up(b, w, scratch, counter + 10, n_threads)
+        if is_quantised(w.down) and b.product.wide:
+            pool_barrier(b.pool)
+            quantise_rows(b, &b.product, counter + 12, n_threads)
         done(b, OP_GATE_UP, thread, &since)
-        matmul(b.x, w.down, &b.product.act, b.n_rows, b.x_stride, True, counter + 11, n_threads)
+        matmul(b.x, w.down, &b.product, b.n_rows, b.x_stride, True, counter + 11, n_threads)
         done(b, OP_DOWN, thread, &since)
         counter += COUNTERS_PER_LAYER
     if b.n_logits:
         norm(b, b.head_norm, True, b.n_logits, is_quantised(b.head), counter, n_threads)
         done(b, OP_HEAD_NORM, thread, &since)
-        matmul(b.logits, b.head, &b.normed.act, b.n_logits, b.logits_stride, False, counter + 1, n_threads)
+        matmul(b.logits, b.head, &b.normed, b.n_logits, b.logits_stride, False, counter + 1, n_threads)
         done(b, OP_HEAD, thread, &since)
 
 
@@ -299,6 +303,7 @@ cdef class ForwardModel:
     head_norm    float32 [hidden]
     inv_freq     float64 [rope_dim / 2]
     pool         ThreadPool of the steps
+    activations  "int8" or "int12" (docs/numerics.md)
 
     Raises ValueError for shapes that do not fit each other.
     """
@@ -323,7 +328,7 @@ cdef class ForwardModel:
         self.counters = NULL
 
     def __init__(self, *, layers, PackedMatrix embedding not None, PackedMatrix head not None, head_norm, inv_freq, n_heads, n_kv_heads,
-                 head_dim, rms_eps, ThreadPool pool not None):
+                 head_dim, rms_eps, ThreadPool pool not None, activations="int8"):
         cdef Layer layer
         cdef PackedMatrix m
         cdef int64_t i
@@ -340,6 +345,9 @@ cdef class ForwardModel:
         b.ffn = self.layers[0].gate.shape[0]
         b.rope_half = len(self.inv_freq)
         b.eps = rms_eps
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations: {activations!r} is not one of {', '.join(ACTIVATIONS)}")
+        b.normed.wide = b.attended.wide = b.product.wide = activations == "int12"
         expected = {"q": (n_heads * head_dim, b.hidden), "k": (n_kv_heads * head_dim, b.hidden), "v": (n_kv_heads * head_dim, b.hidden),
                     "o": (b.hidden, n_heads * head_dim), "gate": (b.ffn, b.hidden), "up": (b.ffn, b.hidden), "down": (b.hidden, b.ffn)}
         if n_heads % n_kv_heads or 2 * b.rope_half > head_dim:

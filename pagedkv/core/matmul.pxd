@@ -11,12 +11,14 @@ cdef struct act_buffer:
     void *block            # one allocation behind all of it
     int64_t max_tokens
     int64_t n_cols
+    bint wide              # int12 instead of int8
 
 cdef int act_reserve(act_buffer *b, int64_t n_tokens, int64_t n_cols) noexcept nogil
 cdef void act_release(act_buffer *b) noexcept nogil
 cdef void act_quantise(act_buffer *b, int64_t token, int64_t start, int64_t stop) noexcept nogil
 cdef int64_t panel_chunk(int64_t n_panels, int n_threads) noexcept nogil
-cdef void matmul(float *out, const pkv_weight *w, const pkv_act *x, int64_t n_tokens, int64_t out_stride, bint add,
+cdef pkv_gemm_fn *gemm_of(const act_buffer *b, const pkv_weight *w) noexcept nogil
+cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n_tokens, int64_t out_stride, bint add,
                  int64_t *counter, int n_threads) noexcept nogil
 
 

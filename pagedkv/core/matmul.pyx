@@ -24,7 +24,7 @@ cdef int act_reserve(act_buffer *b, int64_t n_tokens, int64_t n_cols) noexcept n
     cdef uint8_t *p
     if b.block != NULL and n_tokens <= b.max_tokens and n_cols == b.n_cols:
         return 0
-    p = <uint8_t *>pkv_alloc(floats + n_tokens * cols + 4 * table)
+    p = <uint8_t *>pkv_alloc(floats + 2 * n_tokens * cols + 4 * table)
     if p == NULL:
         return -1
     pkv_release(b.block)
@@ -34,23 +34,30 @@ cdef int act_reserve(act_buffer *b, int64_t n_tokens, int64_t n_cols) noexcept n
     b.x = <float *>p
     b.act.x = b.x
     b.act.q = <signed char *>(p + floats)
-    b.act.scale = <float *>(p + floats + n_tokens * cols)
-    b.act.sum = <float *>(p + floats + n_tokens * cols + table)
-    b.act.isum = <int32_t *>(p + floats + n_tokens * cols + 2 * table)
-    b.act.half = <int32_t *>(p + floats + n_tokens * cols + 3 * table)
+    b.act.low = b.act.q + n_tokens * cols
+    b.act.scale = <float *>(p + floats + 2 * n_tokens * cols)
+    b.act.sum = <float *>(<uint8_t *>b.act.scale + table)
+    b.act.isum = <int32_t *>(<uint8_t *>b.act.sum + table)
+    b.act.half = <int32_t *>(<uint8_t *>b.act.isum + table)
     b.act.x_stride = b.act.q_stride = cols
     b.act.b_stride = blocks
     return 0
 
 
 cdef void act_release(act_buffer *b) noexcept nogil:
+    cdef bint wide = b.wide
     pkv_release(b.block)
     memset(b, 0, sizeof(act_buffer))
+    b.wide = wide
 
 
 cdef void act_quantise(act_buffer *b, int64_t token, int64_t start, int64_t stop) noexcept nogil:
-    """Quantise columns [start, stop) of one token's float row, both multiples of 32."""
+    """Quantise columns [start, stop) of one token's float row, both multiples of 32; the whole row where the format is wide."""
     cdef int64_t at = token * b.act.b_stride + start // 32
+    if b.wide:
+        kern.quant_i12(b.act.q + token * b.act.q_stride, b.act.low + token * b.act.q_stride, b.act.scale + at, b.act.isum + at,
+                       b.act.half + at, b.x + token * b.act.x_stride, stop)
+        return
     kern.quant_i8(b.act.q + token * b.act.q_stride + start, b.act.scale + at, b.act.sum + at, b.act.isum + at,
                   b.act.half + at, b.x + token * b.act.x_stride + start, stop - start)
 
@@ -64,7 +71,12 @@ cdef int64_t panel_chunk(int64_t n_panels, int n_threads) noexcept nogil:
     return min(max(n_panels // (8 * n_threads) // 2 * 2, <int64_t>2), <int64_t>16)
 
 
-cdef void matmul(float *out, const pkv_weight *w, const pkv_act *x, int64_t n_tokens, int64_t out_stride, bint add,
+cdef pkv_gemm_fn *gemm_of(const act_buffer *b, const pkv_weight *w) noexcept nogil:
+    """The kernel for these weights and this activation format."""
+    return kern.gemm_wide[w.type] if b.wide else kern.gemm[w.type]
+
+
+cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n_tokens, int64_t out_stride, bint add,
                  int64_t *counter, int n_threads) noexcept nogil:
     """out[n_tokens, 16*n_panels] (+)= x times w transposed, shared by the threads that call it with one zeroed counter.
 
@@ -74,7 +86,7 @@ cdef void matmul(float *out, const pkv_weight *w, const pkv_act *x, int64_t n_to
     cdef int64_t stop = 0
     cdef int64_t start = claim(counter, w.n_panels, chunk, &stop)
     while start < w.n_panels:
-        kern.gemm[w.type](out + 16 * start, w, x, start, stop - start, 0, n_tokens, out_stride, add)
+        gemm_of(x, w)(out + 16 * start, w, &x.act, start, stop - start, 0, n_tokens, out_stride, add)
         start = claim(counter, w.n_panels, chunk, &stop)
 
 

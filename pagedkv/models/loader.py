@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from pagedkv.core._kernels import ThreadPool
-from pagedkv.core.forward import ForwardModel, Layer
+from pagedkv.core.forward import ACTIVATIONS, ForwardModel, Layer
 from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
 from pagedkv.models.catalogue import resolve
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.errors import ModelError
 from pagedkv.models.gguf import GGUFFile
 from pagedkv.models.tokenizer import Tokenizer
-
-ACTIVATIONS = ("int8",)
 
 
 @dataclass(slots=True)
@@ -65,7 +63,7 @@ def load_model(
                     f"tensor {tensor.name}: type {tensor.type_name} is not supported; supported: {supported}"
                 )
         tokenizer = Tokenizer(file.metadata)
-        forward = _pack(file, config, pool, progress)
+        forward = _pack(file, config, pool, activations, progress)
     return LoadedModel(config.name, path, config, tokenizer, forward)
 
 
@@ -88,7 +86,7 @@ def half_split_order(n_heads: int, head_dim: int, rope_dim: int) -> np.ndarray:
     return (np.arange(n_heads)[:, None] * head_dim + head).ravel().astype(np.int64)
 
 
-def _pack(file: GGUFFile, config: ModelConfig, pool: ThreadPool, progress: bool) -> ForwardModel:
+def _pack(file: GGUFFile, config: ModelConfig, pool: ThreadPool, activations: str, progress: bool) -> ForwardModel:
     from tqdm import tqdm
 
     n = len(file.tensors)
@@ -138,4 +136,5 @@ def _pack(file: GGUFFile, config: ModelConfig, pool: ThreadPool, progress: bool)
             head_dim=config.head_dim,
             rms_eps=config.rms_eps,
             pool=pool,
+            activations=activations,
         )

@@ -160,6 +160,7 @@ static pkv_act make_act(int64_t n_cols, int64_t n_tokens, int style, int fill)
     a.sum = floats(n_tokens * a.b_stride, ZERO);
     a.isum = buffer(4 * n_tokens * a.b_stride);
     a.half = buffer(4 * n_tokens * a.b_stride);
+    a.low = buffer(n_tokens * a.q_stride);
     for (int64_t t = 0; t < n_tokens; t++)
         for (int64_t b = 0; b < n_blocks; b++) {
             int8_t *q = a.q + t * a.q_stride + 32 * b;
@@ -191,6 +192,40 @@ static void run_gemm(const pkv_kernels *k, int type, sha256 *s)
     }
 }
 
+/* int12: a low digit beside each q, and the sums of both */
+static void widen_act(pkv_act *a, int64_t n_cols, int64_t n_tokens)
+{
+    for (int64_t t = 0; t < n_tokens; t++)
+        for (int64_t b = 0; b < n_cols / 32; b++) {
+            int64_t at = t * a->b_stride + b;
+            a->isum[at] = a->half[at] = 0;
+            for (int k = 0; k < 32; k++) {
+                int64_t i = t * a->q_stride + 32 * b + k;
+                a->low[i] = (int8_t)(below(16) - 8);
+                a->isum[at] += 16 * a->q[i] + a->low[i];
+                a->half[at] += k < 16 ? 16 * a->q[i] + a->low[i] : 0;
+            }
+        }
+}
+
+/* the same cases on int12 activations */
+static void run_gemm_wide(const pkv_kernels *k, int type, sha256 *s)
+{
+    static const int64_t widths[] = {32, 64, 96, 160, 288};
+    for (int c = 0; c < 40; c++, release()) {
+        int style = c < 8 ? PLAIN : c % N_STYLES, fill = c < 6 ? (c & 1 ? 0xff : 0) : -1, q_fill = c < 6 ? c % 3 : 0;
+        int64_t n_cols = weights[type].block == 256 ? 256 * (1 + c % 2) : widths[c % 5] + (weights[type].block == 1 ? below(19) : 0);
+        int64_t n_panels = 1 + c % 6, total = n_panels + below(2), panel0 = total - n_panels;
+        int64_t n_tokens = c == 39 ? 37 : 1 + c % 18, token0 = below(3), out_stride = 16 * n_panels + below(4);
+        pkv_weight w = make_weight(type, n_cols, total, style, fill);
+        pkv_act a = make_act(n_cols, token0 + n_tokens, style, q_fill);
+        widen_act(&a, n_cols, token0 + n_tokens);
+        float *out = floats(n_tokens * out_stride, style);
+        k->gemm_wide[type](out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, c % 3 == 2);
+        hash_floats(s, out, n_tokens * out_stride);
+    }
+}
+
 static void run_quant_i8(const pkv_kernels *k, int variant, sha256 *s)
 {
     (void)variant;
@@ -208,6 +243,23 @@ static void run_quant_i8(const pkv_kernels *k, int variant, sha256 *s)
         sha256_update(s, half_sum, 4 * n_blocks);
         hash_floats(s, scale, n_blocks);
         hash_floats(s, sum, n_blocks);
+    }
+}
+
+static void run_quant_i12(const pkv_kernels *k, int variant, sha256 *s)
+{
+    (void)variant;
+    for (int c = 0; c < 50; c++, release()) {
+        int64_t n = 32 * (1 + c % 19), n_blocks = n / 32, n_scales = (n + 255) / 256;
+        float *x = floats(n, c % N_STYLES), *scale = floats(n_scales, ZERO);
+        int32_t *isum = buffer(4 * n_blocks), *half_sum = buffer(4 * n_blocks);
+        int8_t *q = buffer(n), *low = buffer(n);
+        k->quant_i12(q, low, scale, isum, half_sum, x, n);
+        sha256_update(s, q, n);
+        sha256_update(s, low, n);
+        sha256_update(s, isum, 4 * n_blocks);
+        sha256_update(s, half_sum, 4 * n_blocks);
+        hash_floats(s, scale, n_scales);
     }
 }
 
@@ -415,7 +467,14 @@ static const struct { const char *name; void (*run)(const pkv_kernels *, int, sh
     {"gemm_q5_0", run_gemm, PKV_W_Q5_0}, {"gemm_q5_1", run_gemm, PKV_W_Q5_1}, {"gemm_q2_k", run_gemm, PKV_W_Q2_K},
     {"gemm_q3_k", run_gemm, PKV_W_Q3_K}, {"gemm_q4_k", run_gemm, PKV_W_Q4_K}, {"gemm_q5_k", run_gemm, PKV_W_Q5_K},
     {"gemm_q6_k", run_gemm, PKV_W_Q6_K},
-    {"quant_i8", run_quant_i8, 0},
+    {"gemm_wide_f32", run_gemm_wide, PKV_W_F32}, {"gemm_wide_f16", run_gemm_wide, PKV_W_F16},
+    {"gemm_wide_bf16", run_gemm_wide, PKV_W_BF16}, {"gemm_wide_q4_0", run_gemm_wide, PKV_W_Q4_0},
+    {"gemm_wide_q4_1", run_gemm_wide, PKV_W_Q4_1}, {"gemm_wide_q8_0", run_gemm_wide, PKV_W_Q8_0},
+    {"gemm_wide_q5_0", run_gemm_wide, PKV_W_Q5_0}, {"gemm_wide_q5_1", run_gemm_wide, PKV_W_Q5_1},
+    {"gemm_wide_q2_k", run_gemm_wide, PKV_W_Q2_K}, {"gemm_wide_q3_k", run_gemm_wide, PKV_W_Q3_K},
+    {"gemm_wide_q4_k", run_gemm_wide, PKV_W_Q4_K}, {"gemm_wide_q5_k", run_gemm_wide, PKV_W_Q5_K},
+    {"gemm_wide_q6_k", run_gemm_wide, PKV_W_Q6_K},
+    {"quant_i8", run_quant_i8, 0}, {"quant_i12", run_quant_i12, 0},
     {"kv_write_f32", run_kv_write, PKV_KV_F32}, {"kv_write_f16", run_kv_write, PKV_KV_F16}, {"kv_write_int8", run_kv_write, PKV_KV_INT8},
     {"kv_read_f32", run_kv_read, PKV_KV_F32}, {"kv_read_f16", run_kv_read, PKV_KV_F16}, {"kv_read_int8", run_kv_read, PKV_KV_INT8},
     {"qk_f32", run_qk, PKV_KV_F32}, {"qk_f16", run_qk, PKV_KV_F16}, {"qk_int8", run_qk, PKV_KV_INT8},
