@@ -1,6 +1,7 @@
 /* Runs every kernel of every ISA this machine offers over fixed seeded cases and prints one line per pair:
  *     <isa> <kernel> <sha256 of all outputs>
- * Equal kernels print equal hashes on every ISA and machine. Arguments, if any, name the ISAs to run.
+ * Equal kernels print equal hashes on every ISA and machine. Arguments, if any, name the ISAs to run. With PKV_AMX_EMULATE the amx
+ * kernels run their tile operations in plain C and need AVX-512 VNNI only.
  *
  * Every buffer ends at an inaccessible page, so a kernel that touches memory behind its arguments dies. Outputs are hashed with
  * the memory around them, so stray writes show. NaNs are hashed as one value. */
@@ -183,7 +184,7 @@ static void run_gemm(const pkv_kernels *k, int type, sha256 *s)
         int style = c < 8 ? PLAIN : c % N_STYLES, fill = c < 6 ? (c & 1 ? 0xff : 0) : -1, q_fill = c < 6 ? c % 3 : 0;
         int64_t n_cols = weights[type].block == 256 ? 256 * (1 + c % 2) : widths[c % 5] + (weights[type].block == 1 ? below(19) : 0);
         int64_t n_panels = 1 + c % 6, total = n_panels + below(2), panel0 = total - n_panels;
-        int64_t n_tokens = c == 39 ? 37 : 1 + c % 18, token0 = below(3), out_stride = 16 * n_panels + below(4);
+        int64_t n_tokens = c >= 38 ? 4 * c - 73 : 1 + c % 18, token0 = below(3), out_stride = 16 * n_panels + below(4);
         pkv_weight w = make_weight(type, n_cols, total, style, fill);
         pkv_act a = make_act(n_cols, token0 + n_tokens, style, q_fill);
         float *out = floats(n_tokens * out_stride, style);
@@ -501,6 +502,9 @@ int main(int argc, char **argv)
     int n_isas;
     const pkv_isa *isas = pkv_isa_table(&n_isas);
     uint64_t features = pkv_cpu_features();
+#ifdef PKV_AMX_EMULATE
+    features |= PKV_FEATURE_AMX_INT8;
+#endif
     for (int i = 0; i < n_isas; i++)
         if ((features & isas[i].required) == isas[i].required && wanted(isas[i].name, argc, argv))
             for (int k = 0; k < N_KERNELS; k++) {
