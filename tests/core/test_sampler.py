@@ -129,7 +129,8 @@ def test_candidates_order_ties_by_id_and_zero_signs_tie():
     logits = np.full((1, 200), -5, np.float32)
     logits[0, [150, 20]] = 0.0
     logits[0, [30, 160]] = -0.0
-    assert {sample_one(logits, top_k=3, seed=s).token for s in range(60)} == {20, 30, 150}
+    assert {sample_one(logits, top_k=2, seed=s).token for s in range(60)} == {20, 30}
+    assert [token for token, _ in sample_one(logits, temperature=0, logprobs=4).top] == [20, 30, 150, 160]
 
 
 def test_long_tie_runs_are_ordered_by_id():
@@ -226,6 +227,22 @@ def test_score_gives_the_targets_logprob_and_rank():
     assert len(top) == 3 and abs(other[0] - expected[0, 4]) < 4e-6
 
 
+def test_rank_of_a_tie_goes_by_id():
+    logits = np.zeros((1, 40), np.float32)
+    logits[0, 30] = 1
+    assert [found[1] for found in Sampler(40).score(logits, [0, 0, 0], [0, 5, 30], 0)] == [2, 7, 1]
+    assert sample_one(logits * 0, temperature=0, logprobs=0).rank == 1
+
+
+def test_candidates_exactly_on_the_border_of_a_band_are_kept():
+    falls = [0, 3, 6, 9, 13, 20, 50]
+    logits = np.full((1, 1100), -1000, np.float32)  # one in each block of the vocabulary
+    for i, fall in enumerate(falls):
+        logits[0, 150 * i] = 40 - fall
+    top = sample_one(logits, temperature=0, logprobs=len(falls)).top
+    assert [token for token, _ in top] == [150 * i for i in range(len(falls))]
+
+
 def test_penalties_by_their_definition():
     logits = rows_of(8)
     params = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.7, "temperature": 0}
@@ -240,7 +257,7 @@ def test_penalties_by_their_definition():
         x[token] = x[token] / 1.7 if x[token] > 0 else x[token] * 1.7
     for token in set(output):
         x[token] -= 0.25 * output.count(token) + 0.5
-    for _ in range(300):  # take the winner away each time: the whole order must agree
+    for _ in range(VOCAB):  # take the winner away each time: the whole order must agree, negative logits included
         Sampler(VOCAB).sample(logits, [state], [0])
         assert state.token == x.argmax()
         logits[0, state.token] = x[state.token] = -1e30
@@ -266,6 +283,18 @@ def test_stop_ids_are_banned_below_min_tokens():
         tokens.append(state.token)
         state.accept(state.token)
     assert 3 not in tokens[:2] and tokens[2] == 3
+
+
+def test_a_buffer_filled_anew_is_read_anew():
+    """Nothing remembered of one call's logits is taken for another's at the same address."""
+    logits = np.full((1, VOCAB), -50, np.float32)
+    sampler, state = Sampler(VOCAB), SamplingState(VOCAB, temperature=0, logprobs=2)
+    for best, second in ((3, 400), (900, 500)):
+        logits[:] = -50
+        logits[0, [best, second]] = 5, 4
+        sampler.sample(logits, [state], [0])
+        assert [token for token, _ in state.top] == [best, second]
+        assert [token for token, _ in sampler.score(logits, [0], [7], 2)[0][2]] == [best, second]
 
 
 def test_input_is_not_changed():
