@@ -136,13 +136,14 @@ cdef void product_job(void *arg, int thread, int n_threads) noexcept nogil:
     matmul(p.out, p.w, p.x, p.n_tokens, p.out_stride, p.add, &p.counter, n_threads)
 
 
-def multiply(ThreadPool pool not None, PackedMatrix m not None, x, out, bint add):
-    """out [n, 16 * panels] (+)= x [n, n_cols] times m transposed, x quantised as the model step does it."""
+def multiply(ThreadPool pool not None, PackedMatrix m not None, x, out, bint add, bint wide):
+    """out [n, 16 * panels] (+)= x [n, n_cols] times m transposed, x quantised as the model step does it; wide: int12, else int8."""
     cdef product p
     cdef act_buffer b
     cdef int64_t t
     cdef int status
     memset(&b, 0, sizeof(b))
+    b.wide = wide
     if act_reserve(&b, x.shape[0], m.w.n_cols):
         raise PoolExhausted("the system refused memory")
     try:

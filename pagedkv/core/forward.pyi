@@ -7,6 +7,7 @@ from pagedkv.core._kernels import ThreadPool
 from pagedkv.core.kvcache import KVSequence, PagedKVCache
 from pagedkv.core.matmul import PackedMatrix
 
+ACTIVATIONS: tuple[str, ...]
 OPERATIONS: tuple[str, ...]
 
 class Layer:
@@ -53,6 +54,7 @@ class ForwardModel:
         head_dim: int,
         rms_eps: float,
         pool: ThreadPool,
+        activations: str = "int8",
     ) -> None: ...
     def close(self) -> None: ...
     @property

@@ -499,7 +499,7 @@ cdef class ForwardModel:
             raise BadInput(f"token_ids: {int(ids.min() if ids.min() < 0 else ids.max())} is outside [0, {self.vocab_size})")
         if rows.ndim != 1 or (len(rows) and (rows.min() < 0 or rows.max() >= len(ids) or (np.diff(rows) <= 0).any())):
             raise BadInput(f"logit_rows: {rows.tolist()} do not ascend in [0, {len(ids)})")
-        if len({id(seq) for seq in seqs}) != len(seqs):
+        if len({id(entry) for entry in seqs}) != len(seqs):
             raise BadInput("seqs: the same sequence twice")
         if logits.dtype != np.float32 or logits.shape != (len(rows), self.vocab_padded):
             raise BadInput(f"logits: {logits.dtype} {logits.shape} is not float32 ({len(rows)}, {self.vocab_padded})")

@@ -3,6 +3,7 @@ from typing import Any
 from pagedkv.core._kernels import ThreadPool
 
 WEIGHT_TYPES: tuple[str, ...]
+PANEL_LAYOUT: dict[str, tuple[int, int, int]]
 
 class PackedMatrix:
     @staticmethod

@@ -1,5 +1,7 @@
 """Packed weights against the gguf package, products against float64, and one result on every ISA and thread count."""
 
+import itertools
+
 import gguf
 import numpy as np
 import pytest
@@ -176,70 +178,79 @@ def test_row_outside_is_an_index_error(pool, i):
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
-PRODUCTS = [(name, 40, 512 if name in BLOCKED else 71, n) for name in WEIGHT_TYPES for n in (1, 2, 3, 7, 16, 37)]
+TOKENS = (1, 2, 3, 7, 16, 37)
+FORMATS = ("int8", "int12")
 
 
-def product(pool, matrix, x, out=None):
+def product(pool, matrix, x, out=None, activations="int8"):
     n_padded = -(-matrix.shape[0] // 16) * 16
     result = np.full((len(x), n_padded), np.nan, np.float32) if out is None else out.copy()
-    multiply(pool, matrix, x, result, out is not None)
+    multiply(pool, matrix, x, result, out is not None, activations == "int12")
     return result[:, : matrix.shape[0]]
 
 
-def quantised(x):
-    """One scale per 32 values, amax/127, round to nearest even: (integers, scales) in float64."""
-    blocks = x.reshape(len(x), -1, 32)
-    amax = abs(blocks).max(axis=2, keepdims=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inverse = np.where(amax < np.float32(2.0**-100), np.float32(0), np.float32(127) / amax)
-        q = np.where(inverse == 0, np.float32(0), np.rint(blocks * inverse))
-    scale = np.where(inverse == 0, np.float32(0), amax * (np.float32(1) / np.float32(127)))
-    return q.astype(np.float64), scale.astype(np.float64)
+def quantised(x, activations):
+    """What an activation format makes of rows: one scale per group, amax/127 or amax/2039, round to nearest even."""
+    group, levels = {"int8": (32, np.float32(127)), "int12": (256, np.float32(2039))}[activations]
+    result = np.empty(x.shape)
+    for start in range(0, x.shape[1], group):
+        part = x[:, start : start + group]
+        amax = abs(part).max(axis=1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            q = np.where(amax == 0, np.float32(0), np.rint(part * (levels / amax)))
+        scale = (amax * (1 / levels)).astype(np.float64)
+        result[:, start : start + group] = q * scale
+        assert (abs(result[:, start : start + group] - part) <= scale * (0.5 + levels * 2.0**-22)).all()
+    return result
 
 
-@pytest.mark.parametrize(("type_name", "n_rows", "n_cols", "n"), PRODUCTS)
-def test_product_against_float64(pool, type_name, n_rows, n_cols, n):
-    """Error of a chain of k fused steps: at most k roundings of partial sums, each below the sum of magnitudes."""
-    raw = random_file(type_name, n_rows, n_cols, n)
-    scaled, minimum = parts(type_name, raw)
-    x = random_floats(n, n_cols, seed=100 + n)
-    x[0, :32] = 0
-    effective = x.astype(np.float64)
-    if type_name in BLOCKED:
-        q, scale = quantised(x)
-        effective = (q * scale).reshape(x.shape)
-        assert (abs(effective - x) <= 0.50002 * scale.repeat(32, axis=2).reshape(x.shape)).all()
-    bound = (n_cols + 8) * EPS * abs(effective) @ (abs(scaled) + abs(minimum)).T
-    found = product(pool, PackedMatrix.pack(pool, type_name, raw, n_rows, n_cols), x)
-    assert (abs(found - effective @ (scaled + minimum).T) <= bound).all()
-
-    before = random_floats(n, -(-n_rows // 16) * 16, seed=7)
-    added = product(pool, PackedMatrix.pack(pool, type_name, raw, n_rows, n_cols), x, before)
-    assert added.tobytes() == (before[:, :n_rows] + found).tobytes()
-
-
+@pytest.mark.parametrize("activations", FORMATS)
 @pytest.mark.parametrize("type_name", WEIGHT_TYPES)
-def test_one_result_whatever_computes_it(type_name):
+def test_product_against_float64(pool, type_name, activations):
+    """Error of a chain of k fused steps: at most k roundings of partial sums, each below the sum of magnitudes."""
+    for n, n_cols in itertools.product(TOKENS, (71, 5) if type_name in FLOATS else (block_of(type_name)[0], 512)):
+        n_rows = 40
+        raw = random_file(type_name, n_rows, n_cols, n)
+        scaled, minimum = parts(type_name, raw)
+        x = random_floats(n, n_cols, seed=100 + n)
+        x[0, : min(n_cols // 2, 256)] = 0
+        effective = quantised(x, activations) if type_name in BLOCKED else x.astype(np.float64)
+        bound = (n_cols + 8) * EPS * abs(effective) @ (abs(scaled) + abs(minimum)).T
+        matrix = PackedMatrix.pack(pool, type_name, raw, n_rows, n_cols)
+        found = product(pool, matrix, x, activations=activations)
+        assert (abs(found - effective @ (scaled + minimum).T) <= bound).all()
+        before = random_floats(n, -(-n_rows // 16) * 16, seed=7)
+        added = product(pool, matrix, x, before, activations)
+        assert added.tobytes() == (before[:, :n_rows] + found).tobytes()
+
+
+@pytest.mark.parametrize("activations", FORMATS)
+@pytest.mark.parametrize("type_name", WEIGHT_TYPES)
+def test_one_result_whatever_computes_it(type_name, activations):
     """Every ISA, thread count and number of tokens per call gives the same bytes."""
     n_rows, n_cols, n = 200, 256, 37
     matrix = PackedMatrix.pack(ThreadPool(1), type_name, random_file(type_name, n_rows, n_cols), n_rows, n_cols)
     x = random_floats(n, n_cols, seed=1)
-    whole = on_every_isa(lambda: product(ThreadPool(1), matrix, x).tobytes())
-    threads = {n: product(ThreadPool(n), matrix, x).tobytes() for n in (2, 3, 8)}
-    pool = ThreadPool(2)
+
+    def compute(rows=x, n_threads=1):
+        return product(ThreadPool(n_threads), matrix, rows, activations=activations).tobytes()
+
+    whole = on_every_isa(compute)
+    threads = {n_threads: compute(n_threads=n_threads) for n_threads in (2, 3, 8)}
     chunks = {
-        f"chunks of {size}": b"".join(product(pool, matrix, x[i : i + size]).tobytes() for i in range(0, n, size))
+        f"chunks of {size}": b"".join(compute(x[i : i + size], 2) for i in range(0, n, size))
         for size in (1, 2, 3, 5, 16)
     }
     assert_one_result({**whole, **threads, **chunks})
 
 
+@pytest.mark.parametrize("activations", FORMATS)
 @pytest.mark.parametrize("type_name", BLOCKED)
-def test_infinite_activations_stay_in_their_row(pool, type_name):
+def test_infinite_activations_stay_in_their_row(pool, type_name, activations):
     matrix = PackedMatrix.pack(pool, type_name, random_file(type_name, 20, 256), 20, 256)
     x = random_floats(3, 256)
-    expected = product(pool, matrix, x)
+    expected = product(pool, matrix, x, activations=activations)
     x[1, 5] = np.inf
-    found = product(pool, matrix, x)
+    found = product(pool, matrix, x, activations=activations)
     assert np.isnan(found[1]).all()
     assert found[[0, 2]].tobytes() == expected[[0, 2]].tobytes()
