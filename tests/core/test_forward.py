@@ -68,7 +68,7 @@ QUANTISED = {"hidden": 64, "n_heads": 6, "n_kv_heads": 2, "head_dim": 16, "ffn":
 @pytest.mark.parametrize(("activations", "limit"), [("int8", 0.02), ("int12", 0.002)])
 @pytest.mark.parametrize("head_dim", [16, 32])
 def test_quantised_models_against_float64(pool, type_name, activations, limit, head_dim):
-    """Weights as their type keeps them: what is lost is the activations' rounding. Slices of heads end on blocks or not."""
+    """Only the rounding of activations is lost. Slices of heads end on quantisation blocks or not."""
     model = TinyLlama(**{**QUANTISED, "head_dim": head_dim}, types=type_name)
     kv = model.cache()
     found = step(model.forward(pool, activations), kv, [(kv.sequence(), model.tokens(40))])

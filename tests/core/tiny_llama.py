@@ -107,7 +107,7 @@ class TinyLlama:
 
 
 def step(forward, kv, work, rows=None):
-    """One run. work: [(sequence, ids of its new tokens)]; rows: numbers of the batch's rows, default all. [m, vocab]."""
+    """One run. work: [(sequence, ids of its new tokens)]; rows: numbers of the batch's rows, default all."""
     for seq, ids in work:
         seq.extend(len(ids))
     ids = np.concatenate([ids for _, ids in work])
