@@ -36,7 +36,21 @@ static inline __m512i dot_end(int type, __m512i sum, __m512i offset)
     return _mm512_add_epi32(_mm512_madd_epi16(sum, _mm512_set1_epi16(1)), offset);
 }
 
+/* values below 64 leave room in int16 for a pair of products; bytes go by magnitude and sign as above, so without a bias */
+static inline __m512i dot4(int type, __m512i sum, __m512i w, __m512i x)
+{
+    if (type == PKV_W_Q8_0)
+        return dot_step(type, sum, w, x);
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
+}
+
+static inline int dot_bias(int type)
+{
+    return type == PKV_W_Q6_K ? 32 : type == PKV_W_Q5_0 ? 16 : type == PKV_W_Q4_0 ? 8 : type == PKV_W_Q3_K ? 4 : 0;
+}
+
 #include "avx512_gemm.h"
+#include "avx512_quants.h"
 
 INLINE __mmask16 first(int64_t n) /* the first n lanes, all for n >= 16 */
 {
@@ -230,6 +244,33 @@ void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restr
         quant_blocks(4, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b);
     if (b < n / 32)
         quant_blocks(n / 32 - b, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b);
+}
+
+void pkv_quant_i12_avx512(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum,
+                          int32_t *restrict half, const float *restrict x, int64_t n)
+{
+    for (int64_t start = 0; start < n; start += 256) {
+        int64_t stop = start + 256 < n ? start + 256 : n;
+        __m512i top = _mm512_setzero_si512();
+        for (int64_t k = start; k < stop; k += 16)
+            top = _mm512_max_epu32(top, magnitude(_mm512_loadu_ps(x + k)));
+        uint32_t largest = _mm512_reduce_max_epu32(top);
+        float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)largest)));
+        int plain = largest < 0x7f800000u && amax >= 0x1p-100f;
+        __m512 inverse = _mm512_set1_ps(plain ? 2039.0f / amax : 0.0f);
+        scale[start / 256] = largest >= 0x7f800000u ? NAN : plain ? amax * (1.0f / 2039.0f) : 0.0f;
+        for (int64_t k = start; k < stop; k += 16) {
+            __m512i v = _mm512_maskz_cvtps_epi32(plain ? 0xffff : 0, _mm512_mul_ps(_mm512_loadu_ps(x + k), inverse));
+            __m512i high = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(8)), 4);
+            int32_t sum = _mm512_reduce_add_epi32(v);
+            _mm_storeu_si128((__m128i *)(q + k), _mm512_cvtepi32_epi8(high));
+            _mm_storeu_si128((__m128i *)(low + k), _mm512_cvtepi32_epi8(_mm512_sub_epi32(v, _mm512_slli_epi32(high, 4))));
+            if (k % 32 == 0)
+                half[k / 32] = isum[k / 32] = sum;
+            else
+                isum[k / 32] += sum;
+        }
+    }
 }
 
 /* ---- attention over page tiles ---- */
@@ -602,11 +643,6 @@ int64_t pkv_argmax_avx512(const float *restrict x, int64_t n)
 
 const pkv_kernels pkv_kernels_avx512 = {
     .name = "avx512",
-    .gemm = {pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512, gemm_q4_0, gemm_q4_1, gemm_q8_0,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
-    .gemm_wide = {pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar},
+    PKV_AVX512_GEMM,
     PKV_AVX512_AFTER_GEMM,
 };

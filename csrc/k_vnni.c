@@ -27,15 +27,22 @@ static inline __m512i dot_end(int type, __m512i sum, __m512i offset)
     return sum;
 }
 
+static inline __m512i dot4(int type, __m512i sum, __m512i w, __m512i x)
+{
+    (void)type;
+    return _mm512_dpbusd_epi32(sum, w, x);
+}
+
+static inline int dot_bias(int type)
+{
+    return type == PKV_W_Q8_0 ? 128 : type == PKV_W_Q6_K ? 32 : type == PKV_W_Q5_0 ? 16 : type == PKV_W_Q4_0 ? 8 : type == PKV_W_Q3_K ? 4 : 0;
+}
+
 #include "avx512_gemm.h"
+#include "avx512_quants.h"
 
 const pkv_kernels pkv_kernels_vnni = {
     .name = "vnni",
-    .gemm = {pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512, gemm_q4_0, gemm_q4_1, gemm_q8_0,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
-    .gemm_wide = {pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar},
+    PKV_AVX512_GEMM,
     PKV_AVX512_AFTER_GEMM,
 };

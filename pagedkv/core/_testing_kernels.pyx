@@ -36,16 +36,20 @@ cdef pkv_weight weight(str type, size_t data, size_t scales, int64_t n_cols, int
 
 def gemm(str isa, str type, size_t out, size_t data, size_t scales, int64_t n_cols, int64_t w_panels,
          size_t x, int64_t x_stride, size_t q, int64_t q_stride, size_t scale, size_t sum, size_t isum, size_t half, int64_t b_stride,
-         int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, bint add, int64_t n_calls=1):
-    """pkv_kernels.gemm of a weight of `w_panels` panels; quantised types read q, scale, sum, isum and half, float types x."""
+         int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, bint add, int64_t n_calls=1, size_t low=0):
+    """pkv_kernels.gemm of a weight of `w_panels` panels; quantised types read q, scale, sum, isum and half, float types x.
+
+    `low`: the low digits of int12 activations, then pkv_kernels.gemm_wide."""
     cdef const pkv_kernels *k = find(isa)
     cdef pkv_weight w = weight(type, data, scales, n_cols, w_panels)
     cdef pkv_act a
     cdef int64_t i
+    cdef pkv_gemm_fn *run = k.gemm_wide[w.type] if low else k.gemm[w.type]
+    a.low = <signed char *>low
     a.x, a.x_stride, a.q, a.q_stride = <const float *>x, x_stride, <signed char *>q, q_stride
     a.scale, a.sum, a.isum, a.half, a.b_stride = <float *>scale, <float *>sum, <int32_t *>isum, <int32_t *>half, b_stride
     for i in range(n_calls):
-        k.gemm[w.type](<float *>out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, add)
+        run(<float *>out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, add)
 
 
 def quant_i8(str isa, size_t q, size_t scale, size_t sum, size_t isum, size_t half, size_t x, int64_t n, int64_t n_calls=1):
@@ -53,6 +57,13 @@ def quant_i8(str isa, size_t q, size_t scale, size_t sum, size_t isum, size_t ha
     cdef int64_t i
     for i in range(n_calls):
         k.quant_i8(<signed char *>q, <float *>scale, <float *>sum, <int32_t *>isum, <int32_t *>half, <const float *>x, n)
+
+
+def quant_i12(str isa, size_t q, size_t low, size_t scale, size_t isum, size_t half, size_t x, int64_t n, int64_t n_calls=1):
+    cdef const pkv_kernels *k = find(isa)
+    cdef int64_t i
+    for i in range(n_calls):
+        k.quant_i12(<signed char *>q, <signed char *>low, <float *>scale, <int32_t *>isum, <int32_t *>half, <const float *>x, n)
 
 
 def tile_layout(str format, int64_t head_dim, int64_t page_tokens):

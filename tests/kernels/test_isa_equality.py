@@ -92,8 +92,8 @@ def check_kernel(case, seed, isa, outputs, call):
     check(seed, *results)
 
 
-def quantised_inputs(case, type_name, w_panels, n_cols, n_tokens):
-    """(data, scales, q, q_stride, scale, sum, isum, half, b_stride)"""
+def quantised_inputs(case, type_name, w_panels, n_cols, n_tokens, wide):
+    """(data, scales, q, low, q_stride, scale, sum, isum, half, b_stride); low is None unless wide"""
     block, data_bytes, scale_bytes = kernels.PANEL_LAYOUT[type_name]
     data = case.rng.integers(0, 256, (w_panels, n_cols // block * data_bytes), dtype=np.uint8)
     values = case.rng.integers(-127, 128, (n_tokens, n_cols), dtype=np.int8)
@@ -108,13 +108,15 @@ def quantised_inputs(case, type_name, w_panels, n_cols, n_tokens):
     if type_name in ("Q4_K", "Q5_K"):
         small &= 63
     scales = np.concatenate([case.halves(w_panels, n_cols // block, n_halves).view(np.uint8), small], axis=2)
-    isum = values.reshape(n_tokens, -1, 32).sum(axis=2, dtype=np.int32)
-    half = values.reshape(n_tokens, -1, 32)[..., :16].sum(axis=2, dtype=np.int32)
+    low = case.rng.integers(-8, 8, values.shape, dtype=np.int8) if wide else None
+    integers = (16 * values.astype(np.int32) + low if wide else values).reshape(n_tokens, -1, 32)
+    isum, half = integers.sum(axis=2, dtype=np.int32), integers[..., :16].sum(axis=2, dtype=np.int32)
     scale = case.floats(n_tokens, n_cols // 32)
     with np.errstate(all="ignore"):
         total = scale * isum.astype(np.float32)
     q_stride, b_stride = -(-n_cols // 64) * 64, n_cols // 32 + case.size(0, 2)
-    return (case.place(data, 64), case.place(scales, 64), case.rows(values, q_stride, 64), q_stride,
+    return (case.place(data, 64), case.place(scales, 64), case.rows(values, q_stride, 64),
+            case.rows(low, q_stride, 64) if wide else None, q_stride,
             case.rows(scale, b_stride), case.rows(total, b_stride), case.rows(isum, b_stride),
             case.rows(half, b_stride), b_stride)
 
@@ -127,18 +129,19 @@ def float_weights(case, type_name, *shape):
     return case.place((case.floats(*shape).view(np.uint32) >> 16).astype(np.uint16), 64)
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["int8", "int12"])
 @pytest.mark.parametrize("type_name", kernels.WEIGHT_TYPES)
-def test_gemm(case, seed, isa, type_name):
+def test_gemm(case, seed, isa, type_name, wide):
     quantised = type_name.startswith("Q")
     w_panels, block = case.size(1, 9), kernels.PANEL_LAYOUT[type_name][0]
     n_cols = block * case.size(1, 3 if block == 256 else 7) if quantised else case.size(1, 90)
     token0, n_tokens, panel0 = case.size(0, 3), case.size(1, 26), case.size(0, w_panels - 1)
     n_panels, all_tokens = case.size(1, w_panels - panel0), token0 + n_tokens
-    scales = x = q = scale = total = isum = half = None
+    scales = x = q = low = scale = total = isum = half = None
     x_stride = q_stride = b_stride = 0
     if quantised:
-        data, scales, q, q_stride, scale, total, isum, half, b_stride = quantised_inputs(
-            case, type_name, w_panels, n_cols, all_tokens)
+        data, scales, q, low, q_stride, scale, total, isum, half, b_stride = quantised_inputs(
+            case, type_name, w_panels, n_cols, all_tokens, wide)
     else:
         data, x_stride = float_weights(case, type_name, w_panels, n_cols, 16), n_cols + case.size(0, 3)
         x = case.rows(case.floats(all_tokens, n_cols), x_stride)
@@ -148,7 +151,7 @@ def test_gemm(case, seed, isa, type_name):
         lambda name, out: kernels.gemm(
             name, type_name, out, address(data), address(scales), n_cols, w_panels, address(x), x_stride,
             address(q), q_stride, address(scale), address(total), address(isum), address(half), b_stride,
-            panel0, n_panels, token0, n_tokens, out_stride, add),
+            panel0, n_panels, token0, n_tokens, out_stride, add, low=address(low)),
     )
 
 
@@ -165,6 +168,17 @@ def test_quant_i8(case, seed, isa):
     outputs = [np.zeros(x.shape, np.int8), case.floats(n_blocks), case.floats(n_blocks), np.zeros(n_blocks, np.int32),
                np.zeros(n_blocks, np.int32)]
     check_kernel(case, seed, isa, outputs, lambda name, *out: kernels.quant_i8(name, *out, address(x), 32 * n_blocks))
+
+
+def test_quant_i12(case, seed, isa):
+    n_blocks = case.size(1, 50)
+    x = case.floats(n_blocks, 32)
+    if case.extreme:
+        x[case.rng.random(n_blocks) < 0.2] *= np.float32(2.0**-100)
+        x[: case.size(0, n_blocks)] = 0
+    x, sums = case.place(x), np.zeros(n_blocks, np.int32)
+    outputs = [np.zeros(x.shape, np.int8), np.zeros(x.shape, np.int8), case.floats(-(-n_blocks // 8)), sums, sums]
+    check_kernel(case, seed, isa, outputs, lambda name, *out: kernels.quant_i12(name, *out, address(x), 32 * n_blocks))
 
 
 class Tiles:
