@@ -9,14 +9,15 @@ PACKAGE = Path(__file__).parent
 
 
 def version() -> str:
-    """The installed version, "0+unknown" for a source tree that was never installed. Reads package metadata."""
-    from importlib.metadata import PackageNotFoundError
+    """The version: of the checkout where the package runs from one, else of the installed distribution."""
+    project = PACKAGE.parent / "pyproject.toml"
+    if project.exists():
+        import tomllib
+
+        return tomllib.loads(project.read_text())["project"]["version"]
     from importlib.metadata import version as installed
 
-    try:
-        return installed("pagedkv")
-    except PackageNotFoundError:
-        return "0+unknown"
+    return installed("pagedkv")
 
 
 def build() -> dict[str, Any]:

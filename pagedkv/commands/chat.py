@@ -22,7 +22,7 @@ HELP = """\
 \"\"\"           begin and end a message of several lines
 Ctrl-C        stop the answer, or drop the line being typed"""
 FENCE = '"""'
-MAX_ANSWER = 1024
+MAX_ANSWER = 1024  # tokens, for models that do not find an end
 TEMPERATURE, TOP_P = 0.7, 0.95
 
 
@@ -76,31 +76,27 @@ class Chat:
         from pagedkv import SamplingParams
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        params = SamplingParams(max_tokens=MAX_ANSWER, temperature=TEMPERATURE, top_p=TOP_P)
+        params = SamplingParams(max_tokens=None, temperature=TEMPERATURE, top_p=TOP_P)
         submitted = time.perf_counter()
-        first_token = None
+        first_token = 0.0
         shown = ""
-        output = None
-        try:
-            stream = self.llm.stream({"prompt_token_ids": self.llm.tokenizer.encode_chat(messages)}, params)
-        except ValueError as error:
-            print(f"{error}; /reset starts anew", file=sys.stderr)
-            return
         with _interrupt_noted() as interrupted:
             try:
+                stream = self.llm.stream({"prompt_token_ids": self.llm.tokenizer.encode_chat(messages)}, params)
+            except ValueError as error:
+                print(f"{error}; /reset starts anew", file=sys.stderr)
+                return
+            with contextlib.closing(stream):
                 for output in stream:
                     first_token = first_token or time.perf_counter()
                     whole = output.outputs[0].text
                     print(whole[len(shown) :], end="", flush=True)
                     shown = whole
-                    if interrupted():
+                    if interrupted() or len(output.outputs[0].token_ids) >= MAX_ANSWER:
                         break
-            finally:
-                stream.close()
-        print(" ..." if interrupted() else "")
+        print("" if output.finished else " ...")
         self.messages = [*messages, {"role": "assistant", "content": shown}]
-        if output is not None and first_token is not None:
-            self.last = Completion(output, first_token - submitted, time.perf_counter() - first_token)
+        self.last = Completion(output, first_token - submitted, time.perf_counter() - first_token)
 
     def _reset(self, _: str) -> None:
         self.messages, self.last = [], None

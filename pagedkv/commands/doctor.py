@@ -158,6 +158,6 @@ def _cache_directory() -> Finding:
     directory = home()
     existing = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     problem = ""
-    if not os.access(existing, os.W_OK):
-        problem = f"{existing} cannot be written to, so no model can be pulled; set PAGEDKV_HOME to another directory"
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        problem = f"{existing} is no writable directory, so no model can be pulled; set PAGEDKV_HOME to another one"
     return Finding("model cache", str(directory), problem)

@@ -129,5 +129,5 @@ def speed_line(completion: Completion) -> str:
     speed = f", {rate:.0f} tokens/s" if rate else ""
     return (
         f"[{row['prompt_tokens']} prompt tokens, first token after {completion.prefill_s:.2f} s, "
-        f"{row['completion_tokens']} new tokens{speed}, {row['finish_reason']}]"
+        f"{row['completion_tokens']} new tokens{speed}, {row['finish_reason'] or 'stopped'}]"
     )
