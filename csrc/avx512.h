@@ -18,6 +18,7 @@ void pkv_softcap_avx512(float *x, int64_t n, float cap);
 void pkv_merge_avx512(float *restrict o, float *restrict m, float *restrict l, const float *restrict o2, float m2, float l2, int64_t n);
 void pkv_rmsnorm_avx512(float *restrict y, const float *restrict x, const float *restrict w, int64_t n, float eps);
 void pkv_silu_mul_avx512(float *restrict y, const float *restrict g, const float *restrict u, int64_t n);
+void pkv_gelu_mul_avx512(float *restrict y, const float *restrict g, const float *restrict u, int64_t n);
 void pkv_rope_avx512(float *restrict x, const float *restrict cs, int64_t half);
 void pkv_add_avx512(float *restrict y, const float *restrict x, int64_t n);
 void pkv_scale_avx512(float *restrict y, int64_t n, float a);
@@ -37,6 +38,7 @@ int64_t pkv_argmax_avx512(const float *restrict x, int64_t n);
     .merge = pkv_merge_avx512,                                                                     \
     .rmsnorm = pkv_rmsnorm_avx512,                                                                 \
     .silu_mul = pkv_silu_mul_avx512,                                                               \
+    .gelu_mul = pkv_gelu_mul_avx512,                                                               \
     .rope = pkv_rope_avx512,                                                                       \
     .add = pkv_add_avx512,                                                                         \
     .scale = pkv_scale_avx512,                                                                     \

@@ -561,6 +561,15 @@ static void silu_mul(float *restrict y, const float *restrict g, const float *re
     }
 }
 
+static void gelu_mul(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
+{
+    const __m256 a = _mm256_set1_ps(1.59576912f), b = _mm256_set1_ps(0.0713548163f);
+    for (int64_t i = 0; i < n; i += 8) {
+        __m256 x = load(g + i, n - i), e = exp8(negate(_mm256_mul_ps(x, _mm256_fmadd_ps(b, _mm256_mul_ps(x, x), a))));
+        store(y + i, _mm256_mul_ps(_mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), e)), load(u + i, n - i)), n - i);
+    }
+}
+
 static void rope(float *restrict x, const float *restrict cs, int64_t half)
 {
     for (int64_t i = 0; i < half; i += 8) {
@@ -635,6 +644,7 @@ const pkv_kernels pkv_kernels_avx2 = {
     .merge = merge,
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,
+    .gelu_mul = gelu_mul,
     .rope = rope,
     .add = add,
     .scale = scale,

@@ -592,6 +592,17 @@ void pkv_silu_mul_avx512(float *restrict y, const float *restrict g, const float
     }
 }
 
+void pkv_gelu_mul_avx512(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
+{
+    const __m512 a = _mm512_set1_ps(1.59576912f), b = _mm512_set1_ps(0.0713548163f);
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512 x = load16(g + i, n - i), z = _mm512_mul_ps(x, _mm512_fmadd_ps(b, _mm512_mul_ps(x, x), a));
+        __m512 e = exp16(_mm512_xor_ps(z, _mm512_set1_ps(-0.0f)));
+        x = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+        store16(y + i, n - i, _mm512_mul_ps(x, load16(u + i, n - i)));
+    }
+}
+
 void pkv_rope_avx512(float *restrict x, const float *restrict cs, int64_t half)
 {
     for (int64_t i = 0; i < half; i += 16) {

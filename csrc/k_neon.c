@@ -537,6 +537,15 @@ static void silu_mul(float *restrict y, const float *restrict g, const float *re
     }
 }
 
+static void gelu_mul(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
+{
+    const float32x4_t a = vdupq_n_f32(1.59576912f), b = vdupq_n_f32(0.0713548163f);
+    for (int64_t i = 0; i < n; i += 4) {
+        float32x4_t x = load(g + i, n - i), e = exp4(vnegq_f32(vmulq_f32(x, vfmaq_f32(a, b, vmulq_f32(x, x)))));
+        store(y + i, vmulq_f32(vdivq_f32(x, vaddq_f32(vdupq_n_f32(1.0f), e)), load(u + i, n - i)), n - i);
+    }
+}
+
 static void rope(float *restrict x, const float *restrict cs, int64_t half)
 {
     for (int64_t i = 0; i < half; i += 4) {
@@ -601,6 +610,7 @@ const pkv_kernels pkv_kernels_neon = {
     .merge = merge,
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,
+    .gelu_mul = gelu_mul,
     .rope = rope,
     .add = add,
     .scale = scale,

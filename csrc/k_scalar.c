@@ -548,6 +548,13 @@ static void silu_mul(float *restrict y, const float *restrict g, const float *re
         y[i] = g[i] / (1.0f + pkv_exp(-g[i])) * u[i];
 }
 
+/* g/2 * (1 + tanh(sqrt(2/pi) * (g + 0.044715 g^3))) = g / (1 + exp(-g * (a + b g^2))) */
+static void gelu_mul(float *restrict y, const float *restrict g, const float *restrict u, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        y[i] = g[i] / (1.0f + pkv_exp(-(g[i] * fmaf(0.0713548163f, g[i] * g[i], 1.59576912f)))) * u[i];
+}
+
 static void rope(float *restrict x, const float *restrict cs, int64_t half)
 {
     for (int64_t i = 0; i < half; i++) {
@@ -610,6 +617,7 @@ const pkv_kernels pkv_kernels_scalar = {
     .merge = merge,
     .rmsnorm = rmsnorm,
     .silu_mul = silu_mul,
+    .gelu_mul = gelu_mul,
     .rope = rope,
     .add = add,
     .scale = scale,

@@ -177,6 +177,7 @@ typedef struct pkv_kernels {
     /* elementwise and reductions; any n >= 1 */
     void (*rmsnorm)(float *restrict y, const float *restrict x, const float *restrict w, int64_t n, float eps);
     void (*silu_mul)(float *restrict y, const float *restrict g, const float *restrict u, int64_t n); /* y = silu(g) * u */
+    void (*gelu_mul)(float *restrict y, const float *restrict g, const float *restrict u, int64_t n); /* y = gelu(g) * u, tanh form */
     /* rotate pairs (x[i], x[i + half]) of one head: cs holds half cosines, then half sines */
     void (*rope)(float *restrict x, const float *restrict cs, int64_t half);
     void (*add)(float *restrict y, const float *restrict x, int64_t n);       /* y += x */

@@ -70,7 +70,8 @@ class LLM:
     activations: "int8" or "int12".
 
     Raises ValueError naming field, value and range; ModelError for a file that cannot be used. No setting but model,
-    kv_format, quantization and activations changes any output.
+    kv_format, quantization and activations changes any output; where a model has several rotation tables,
+    max_model_len chooses between them (docs/models.md).
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LLM:
             threads=threads,
             quantization=quantization,
             activations=activations,
+            context=max_model_len,
             progress=sys.stderr.isatty(),
         )
         try:

@@ -18,11 +18,12 @@ CORE_LAYERS = [
     {"arena", "attention"},
     {"sequence", "check"},
     {"prefix", "kvcache"},
-    {"forward", "capi"},
+    {"operations", "capi"},
+    {"forward"},
 ]
 # The page side of the core knows nothing of kernels and threads.
 PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "prefix", "capi"}
-ARITHMETIC = {"_kernels", "quants", "matmul", "attention", "sampler", "probe", "kvcache", "forward"}
+ARITHMETIC = {"_kernels", "quants", "matmul", "attention", "sampler", "probe", "kvcache", "operations", "forward"}
 # Methods that hand out what is built on their class; imported when called.
 FACTORIES = {("arena", "check"), ("arena", "sequence")}
 

@@ -15,26 +15,20 @@ def describe(model: str) -> dict[str, str]:
     """Name and value of each line. Reads metadata alone, no tensor data."""
     from pagedkv.core.kvcache import FORMATS, PAGE_TOKENS, tile_bytes
     from pagedkv.models.catalogue import resolve
-    from pagedkv.models.config import ModelConfig
-    from pagedkv.models.gguf import GGUFFile
-    from pagedkv.models.tokenizer import Tokenizer
+    from pagedkv.models.source import open_model
 
-    with GGUFFile(resolve(model, progress=on_terminal())) as file:
-        config = ModelConfig.from_gguf(file)
-        tokenizer = Tokenizer(file.metadata)
+    with open_model(resolve(model, progress=on_terminal())) as opened:
+        config, tokenizer = opened.config, opened.tokenizer
         n_tensors: Counter[str] = Counter()
         n_bytes: Counter[str] = Counter()
         n_weights = 0
-        for tensor in file.tensors.values():
+        for tensor in opened.tensors.tensors.values():
             n_tensors[tensor.type_name] += 1
             n_bytes[tensor.type_name] += tensor.n_bytes
             product = 1
             for length in tensor.shape:
                 product *= length
             n_weights += product
-        version, path = file.version, file.path
-        family = file.metadata["tokenizer.ggml.model"]
-        pre = file.metadata.get("tokenizer.ggml.pre", "default")
     page = PAGE_TOKENS[0]
     token_bytes = {
         name: config.n_layers * config.n_kv_heads * tile_bytes(name, config.head_dim, page) / page for name in FORMATS
@@ -42,7 +36,7 @@ def describe(model: str) -> dict[str, str]:
     stops = ", ".join(f"{i} {tokenizer.decode([i], skip_special_tokens=False)!r}" for i in config.stop_token_ids)
     return {
         "model": config.name,
-        "file": f"{path} (GGUF version {version}, {size(path.stat().st_size)})",
+        "file": f"{opened.path} ({opened.container}, {size(opened.n_bytes)})",
         "architecture": config.architecture,
         "parameters": f"{n_weights:,}",
         "layers": str(config.n_layers),
@@ -52,7 +46,7 @@ def describe(model: str) -> dict[str, str]:
         "rotary embedding": f"{config.rope_dim} of {config.head_dim} values, base {config.rope_theta:g}",
         "vocabulary": f"{config.vocab_size:,} tokens, output head {'tied' if config.tied else 'of its own'}",
         "context": f"{config.context_length:,} tokens",
-        "tokenizer": f"{family}, pre-tokenizer {pre}",
+        "tokenizer": opened.tokenizer_kind,
         "chat template": "yes" if tokenizer.has_chat_template else "no",
         "stop tokens": stops or "none",
         "types": ", ".join(f"{n_tensors[t]} x {t} ({size(n)})" for t, n in n_bytes.most_common()),

@@ -64,6 +64,7 @@ cdef extern from "pkv_kernels.h" nogil:
         void (*merge)(float *o, float *m, float *l, const float *o2, float m2, float l2, int64_t n) noexcept nogil
         void (*rmsnorm)(float *y, const float *x, const float *w, int64_t n, float eps) noexcept nogil
         void (*silu_mul)(float *y, const float *g, const float *u, int64_t n) noexcept nogil
+        void (*gelu_mul)(float *y, const float *g, const float *u, int64_t n) noexcept nogil
         void (*rope)(float *x, const float *cs, int64_t half) noexcept nogil
         void (*add)(float *y, const float *x, int64_t n) noexcept nogil
         void (*scale)(float *y, int64_t n, float a) noexcept nogil

@@ -143,6 +143,13 @@ def silu_mul(str isa, size_t y, size_t g, size_t u, int64_t n, int64_t n_calls=1
         k.silu_mul(<float *>y, <const float *>g, <const float *>u, n)
 
 
+def gelu_mul(str isa, size_t y, size_t g, size_t u, int64_t n, int64_t n_calls=1):
+    cdef const pkv_kernels *k = find(isa)
+    cdef int64_t i
+    for i in range(n_calls):
+        k.gelu_mul(<float *>y, <const float *>g, <const float *>u, n)
+
+
 def rope(str isa, size_t x, size_t cs, int64_t half, int64_t n_calls=1):
     cdef const pkv_kernels *k = find(isa)
     cdef int64_t i

@@ -8,6 +8,7 @@ from pagedkv.core.kvcache import KVSequence, PagedKVCache
 from pagedkv.core.matmul import PackedMatrix
 
 ACTIVATIONS: tuple[str, ...]
+FFN_ACTIVATIONS: tuple[str, ...]
 OPERATIONS: tuple[str, ...]
 
 class Layer:
@@ -18,8 +19,17 @@ class Layer:
     gate: PackedMatrix
     up: PackedMatrix
     down: PackedMatrix
-    attn_norm: NDArray[np.float32]
-    ffn_norm: NDArray[np.float32]
+    attn_norm: NDArray[np.float32] | None
+    ffn_norm: NDArray[np.float32] | None
+    post_attn_norm: NDArray[np.float32] | None
+    post_ffn_norm: NDArray[np.float32] | None
+    q_bias: NDArray[np.float32] | None
+    k_bias: NDArray[np.float32] | None
+    v_bias: NDArray[np.float32] | None
+    q_norm: NDArray[np.float32] | None
+    k_norm: NDArray[np.float32] | None
+    rope: int | None
+    window: int
     def __init__(
         self,
         *,
@@ -30,8 +40,17 @@ class Layer:
         gate: PackedMatrix,
         up: PackedMatrix,
         down: PackedMatrix,
-        attn_norm: ArrayLike,
-        ffn_norm: ArrayLike,
+        attn_norm: ArrayLike | None = None,
+        ffn_norm: ArrayLike | None = None,
+        post_attn_norm: ArrayLike | None = None,
+        post_ffn_norm: ArrayLike | None = None,
+        q_bias: ArrayLike | None = None,
+        k_bias: ArrayLike | None = None,
+        v_bias: ArrayLike | None = None,
+        q_norm: ArrayLike | None = None,
+        k_norm: ArrayLike | None = None,
+        rope: int | None = 0,
+        window: int = 0,
     ) -> None: ...
 
 class ForwardModel:
@@ -55,6 +74,13 @@ class ForwardModel:
         rms_eps: float,
         pool: ThreadPool,
         activations: str = "int8",
+        rope_factors: ArrayLike | None = None,
+        ffn_activation: str = "silu",
+        attention_scale: float | None = None,
+        attention_softcap: float = 0.0,
+        logit_softcap: float = 0.0,
+        embedding_scale: float = 1.0,
+        residual_scale: float = 1.0,
     ) -> None: ...
     def close(self) -> None: ...
     @property

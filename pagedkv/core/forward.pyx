@@ -9,7 +9,7 @@ import numpy as np
 
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint32_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 from libc.time cimport time_t
 
 from pagedkv.core._kernels cimport *
@@ -17,6 +17,7 @@ from pagedkv.core.attention cimport *
 from pagedkv.core.kvcache cimport KVSequence, PagedKVCache
 from pagedkv.core.matmul cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
+from pagedkv.core.operations cimport *
 from pagedkv.core.structs cimport PKV_TAMPER
 
 from pagedkv.core._kernels import isa
@@ -30,180 +31,21 @@ cdef extern from "time.h" nogil:
     int clock_gettime(int clock, timespec *t)
 
 cdef enum:
-    UNIT = 32           # feed-forward rows computed together: one quantisation block of the product
-    FFN_TOKENS = 32     # tokens of one pass through such a unit
     COUNTERS_PER_LAYER = 13
 
+ACTIVATIONS = ("int8", "int12")        # of quantised matrices
+FFN_ACTIVATIONS = ("silu", "gelu")    # of the feed-forward gate, gelu in its tanh form
+
 # The operations of a step, in order; the first and the last two are outside the layers.
-ACTIVATIONS = ("int8", "int12")
 OPERATIONS = ("embed", "attn_norm", "qkv", "rope", "attention", "attn_out", "ffn_norm", "gate_up", "down", "head_norm", "head")
 cdef enum:
     OP_EMBED, OP_ATTN_NORM, OP_QKV, OP_ROPE, OP_ATTENTION, OP_ATTN_OUT, OP_FFN_NORM, OP_GATE_UP, OP_DOWN, OP_HEAD_NORM, OP_HEAD, N_OPS
-
-cdef struct layer_weights:
-    const pkv_weight *q
-    const pkv_weight *k
-    const pkv_weight *v
-    const pkv_weight *o
-    const pkv_weight *gate
-    const pkv_weight *up
-    const pkv_weight *down
-    const float *attn_norm
-    const float *ffn_norm
-
-cdef struct batch:
-    # the model
-    const layer_weights *layers
-    const pkv_weight *embedding
-    const pkv_weight *head
-    const float *head_norm
-    const double *inv_freq
-    int64_t n_layers, hidden, n_heads, n_kv_heads, head_dim, ffn, rope_half
-    float eps
-    # where rows live: [n_rows, stride] each
-    float *x                # residual stream
-    float *qkv              # query, key, value heads
-    float *angles           # cosines and sines
-    int64_t x_stride, qkv_stride, k_offset, v_offset
-    act_buffer normed       # input of qkv, gate/up and head
-    act_buffer attended
-    act_buffer product      # silu(gate) * up
-    # the step
-    attention_view kv
-    attention_plan plan
-    const int32_t *tokens
-    const int32_t *logit_rows
-    float *logits
-    int64_t n_rows, n_logits, logits_stride
-    # work sharing
-    pkv_pool *pool
-    int64_t *counters
-    float *scratch
-    int64_t scratch_stride
-    int64_t *nanoseconds    # [N_OPS] of thread 0, or NULL
 
 
 cdef int64_t now() noexcept nogil:
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
     return <int64_t>t.tv_sec * 1000000000 + t.tv_nsec
-
-
-# --- operations: each claims its share until nothing is left -------------------------------------------------------------
-
-cdef int64_t row_chunk(const batch *b, int n_threads) noexcept nogil:
-    return max(b.n_rows // (4 * n_threads), <int64_t>1)
-
-
-cdef attention_span *span_of_row(const batch *b, int64_t row) noexcept nogil:
-    """The sequence a row belongs to."""
-    cdef int64_t low = 0
-    cdef int64_t high = b.plan.n_spans - 1
-    cdef int64_t middle
-    while low < high:
-        middle = (low + high + 1) // 2
-        if b.plan.spans[middle].row <= row:
-            low = middle
-        else:
-            high = middle - 1
-    return &b.plan.spans[low]
-
-
-cdef void embed(const batch *b, int64_t *counter, int n_threads) noexcept nogil:
-    """Token embeddings into x, and each row's rotation angles."""
-    cdef int64_t chunk = row_chunk(b, n_threads)
-    cdef int64_t stop = 0
-    cdef int64_t row
-    cdef int64_t start = claim(counter, b.n_rows, chunk, &stop)
-    cdef attention_span *s
-    while start < b.n_rows:
-        for row in range(start, stop):
-            s = span_of_row(b, row)
-            weight_row(b.x + row * b.x_stride, b.embedding, b.tokens[row])
-            memset(b.x + row * b.x_stride + b.hidden, 0, (b.x_stride - b.hidden) * sizeof(float))
-            rope_angles(b.angles + 2 * row * b.rope_half, b.inv_freq, b.rope_half, s.position + row - s.row, 1.0)
-        start = claim(counter, b.n_rows, chunk, &stop)
-
-
-cdef void norm(batch *b, const float *weight, bint gather, int64_t n_rows, bint quantised, int64_t *counter, int n_threads) noexcept nogil:
-    """RMSNorm of rows of x, quantised in the same pass; gather: of the rows whose logits are wanted."""
-    cdef int64_t chunk = row_chunk(b, n_threads)
-    cdef int64_t stop = 0
-    cdef int64_t row, source
-    cdef int64_t start = claim(counter, n_rows, chunk, &stop)
-    while start < n_rows:
-        for row in range(start, stop):
-            source = b.logit_rows[row] if gather else row
-            kern.rmsnorm(b.normed.x + row * b.normed.act.x_stride, b.x + source * b.x_stride, weight, b.hidden, b.eps)
-            if quantised:
-                act_quantise(&b.normed, row, 0, b.hidden)
-        start = claim(counter, n_rows, chunk, &stop)
-
-
-cdef void rope_and_store(batch *b, int64_t layer, int64_t *counter, int n_threads) noexcept nogil:
-    """Rotate queries and keys, write keys and values to their pages."""
-    cdef int64_t chunk = row_chunk(b, n_threads)
-    cdef int64_t stop = 0
-    cdef int64_t row, h, position
-    cdef int64_t page_tokens = b.kv.page_tokens
-    cdef int64_t start = claim(counter, b.n_rows, chunk, &stop)
-    cdef attention_span *s
-    cdef float *heads
-    cdef float *angles
-    while start < b.n_rows:
-        for row in range(start, stop):
-            s = span_of_row(b, row)
-            position = s.position + row - s.row
-            heads = b.qkv + row * b.qkv_stride
-            angles = b.angles + 2 * row * b.rope_half
-            for h in range(b.n_heads):
-                kern.rope(heads + h * b.head_dim, angles, b.rope_half)
-            for h in range(b.n_kv_heads):
-                kern.rope(heads + b.k_offset + h * b.head_dim, angles, b.rope_half)
-                kern.kv_write[b.kv.format](kv_tile(&b.kv, s.table[position // page_tokens], layer, h),
-                                           heads + b.k_offset + h * b.head_dim, heads + b.v_offset + h * b.head_dim,
-                                           position % page_tokens, b.head_dim, page_tokens)
-        start = claim(counter, b.n_rows, chunk, &stop)
-
-
-cdef void quantise_rows(batch *b, act_buffer *rows, int64_t *counter, int n_threads) noexcept nogil:
-    """Whole rows, where the slices they were made in do not end on quantisation blocks."""
-    cdef int64_t chunk = row_chunk(b, n_threads)
-    cdef int64_t stop = 0
-    cdef int64_t row
-    cdef int64_t start = claim(counter, b.n_rows, chunk, &stop)
-    while start < b.n_rows:
-        for row in range(start, stop):
-            act_quantise(rows, row, 0, rows.n_cols)
-        start = claim(counter, b.n_rows, chunk, &stop)
-
-
-cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int n_threads) noexcept nogil:
-    """silu(gate) * up for 32 rows of both at a time, quantised while in cache."""
-    cdef int64_t n_units = (w.gate.n_panels + 1) // 2
-    cdef int64_t chunk = max(n_units // (8 * n_threads), <int64_t>1)
-    cdef int64_t stop = 0
-    cdef int64_t unit, panel, panels, token, n, t
-    cdef int64_t start = claim(counter, n_units, chunk, &stop)
-    cdef float *up = scratch + FFN_TOKENS * UNIT
-    cdef float *h
-    cdef bint quantised = is_quantised(w.down) and not b.product.wide  # a wide block is longer than a unit
-    while start < n_units:
-        for unit in range(start, stop):
-            panel = 2 * unit
-            panels = min(<int64_t>2, w.gate.n_panels - panel)
-            token = 0
-            while token < b.n_rows:
-                n = min(<int64_t>FFN_TOKENS, b.n_rows - token)
-                gemm_of(&b.normed, w.gate)(scratch, w.gate, &b.normed.act, panel, panels, token, n, UNIT, 0)
-                gemm_of(&b.normed, w.up)(up, w.up, &b.normed.act, panel, panels, token, n, UNIT, 0)
-                for t in range(n):
-                    h = b.product.x + (token + t) * b.product.act.x_stride + UNIT * unit
-                    kern.silu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
-                    if quantised:
-                        act_quantise(&b.product, token + t, UNIT * unit, UNIT * (unit + 1))
-                token += n
-        start = claim(counter, n_units, chunk, &stop)
 
 
 # --- the step ----------------------------------------------------------------------------------------------------------
@@ -225,9 +67,12 @@ cdef bint is_quantised(const pkv_weight *w) noexcept nogil:
 cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
     cdef batch *b = <batch *>arg
     cdef const layer_weights *w
+    cdef attention_kind *a
     cdef float *scratch = b.scratch + thread * b.scratch_stride
+    cdef float *out = b.branch if b.deferred else b.x
+    cdef const float *post = NULL
     cdef int64_t *counter = b.counters
-    cdef int64_t width = b.kv.group * b.head_dim
+    cdef int64_t width = b.n_heads // b.n_kv_heads * b.head_dim
     cdef int64_t layer
     cdef int64_t since = now() if thread == 0 and b.nanoseconds != NULL else 0
     cdef act_buffer *slices
@@ -236,39 +81,43 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
     counter += 1
     for layer in range(b.n_layers):
         w = &b.layers[layer]
-        norm(b, w.attn_norm, False, b.n_rows, is_quantised(w.q) or is_quantised(w.k) or is_quantised(w.v), counter, n_threads)
+        a = &b.attentions[w.attention]
+        norm(b, b.deferred and layer > 0, post, w.attn_norm, False, b.n_rows,
+             is_quantised(w.q) or is_quantised(w.k) or is_quantised(w.v), counter, n_threads)
         done(b, OP_ATTN_NORM, thread, &since)
         matmul(b.qkv, w.q, &b.normed, b.n_rows, b.qkv_stride, False, counter + 1, n_threads)
         matmul(b.qkv + b.k_offset, w.k, &b.normed, b.n_rows, b.qkv_stride, False, counter + 2, n_threads)
         matmul(b.qkv + b.v_offset, w.v, &b.normed, b.n_rows, b.qkv_stride, False, counter + 3, n_threads)
         done(b, OP_QKV, thread, &since)
-        rope_and_store(b, layer, counter + 4, n_threads)
+        rope_and_store(b, layer, scratch, counter + 4, n_threads)
         done(b, OP_ROPE, thread, &since)
         slices = &b.attended if is_quantised(w.o) and width % 32 == 0 and not b.attended.wide else NULL
-        attend(b.attended.x, b.qkv, &b.kv, &b.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5)
-        if b.plan.n_merged:
+        attend(b.attended.x, b.qkv, &a.view, &a.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5)
+        if a.plan.n_merged:
             pool_barrier(b.pool)
-            attend_merge(b.attended.x, &b.kv, &b.plan, b.attended.act.x_stride, slices, counter + 6)
+            attend_merge(b.attended.x, &a.view, &a.plan, b.attended.act.x_stride, slices, counter + 6)
         if is_quantised(w.o) and slices == NULL:
             pool_barrier(b.pool)
             quantise_rows(b, &b.attended, counter + 7, n_threads)
         done(b, OP_ATTENTION, thread, &since)
-        matmul(b.x, w.o, &b.attended, b.n_rows, b.x_stride, True, counter + 8, n_threads)
+        matmul(out, w.o, &b.attended, b.n_rows, b.x_stride, not b.deferred, counter + 8, n_threads)
         done(b, OP_ATTN_OUT, thread, &since)
-        norm(b, w.ffn_norm, False, b.n_rows, is_quantised(w.gate) or is_quantised(w.up), counter + 9, n_threads)
+        norm(b, b.deferred, w.post_attn_norm, w.ffn_norm, False, b.n_rows, is_quantised(w.gate) or is_quantised(w.up), counter + 9,
+             n_threads)
         done(b, OP_FFN_NORM, thread, &since)
         gate_up(b, w, scratch, counter + 10, n_threads)
         if is_quantised(w.down) and b.product.wide:
             pool_barrier(b.pool)
             quantise_rows(b, &b.product, counter + 12, n_threads)
         done(b, OP_GATE_UP, thread, &since)
-        matmul(b.x, w.down, &b.product, b.n_rows, b.x_stride, True, counter + 11, n_threads)
+        matmul(out, w.down, &b.product, b.n_rows, b.x_stride, not b.deferred, counter + 11, n_threads)
         done(b, OP_DOWN, thread, &since)
+        post = w.post_ffn_norm
         counter += COUNTERS_PER_LAYER
     if b.n_logits:
-        norm(b, b.head_norm, True, b.n_logits, is_quantised(b.head), counter, n_threads)
+        norm(b, b.deferred, post, b.head_norm, True, b.n_logits, is_quantised(b.head), counter, n_threads)
         done(b, OP_HEAD_NORM, thread, &since)
-        matmul(b.logits, b.head, &b.normed, b.n_logits, b.logits_stride, False, counter + 1, n_threads)
+        head(b, counter + 1, n_threads)
         done(b, OP_HEAD, thread, &since)
 
 
@@ -282,35 +131,67 @@ cdef object int32_array(str field, values):
     return np.ascontiguousarray(array, np.int32)
 
 
+cdef object float_array(values):
+    """values as a contiguous float32 array, None as None."""
+    return None if values is None else np.ascontiguousarray(values, np.float32)
+
+
+cdef const float *pointer(array):
+    """Address of a float32 array's values, NULL for None. The caller keeps the array."""
+    if array is None:
+        return NULL
+    return <const float *><size_t>array.ctypes.data
+
+
 cdef class Layer:
-    """Weights of one layer: PackedMatrix q, k, v, o, gate, up, down; float32 arrays attn_norm, ffn_norm."""
+    """Weights of one layer, and what is particular to it.
+
+    q, k, v, o, gate, up, down        PackedMatrix; rows of q and k ordered so that rotation pairs are (i, i + rope_dim/2) in a head
+    attn_norm, ffn_norm               float32 [hidden], before attention and before the feed-forward network; None: no such norm
+    post_attn_norm, post_ffn_norm     float32 [hidden], of what each of the two adds to the residual stream
+    q_bias, k_bias, v_bias            float32 [rows of q, k, v], all or none
+    q_norm, k_norm                    float32 [head_dim], or [rows of q], [rows of k]: all heads together; both or none
+    rope                              index of the rotation table; None: this layer does not rotate
+    window                            a token sees the last `window` tokens, itself included; 0: all
+
+    Immutable. Shapes are checked by ForwardModel.
+    """
 
     cdef readonly PackedMatrix q, k, v, o, gate, up, down
-    cdef readonly object attn_norm, ffn_norm
+    cdef readonly object attn_norm, ffn_norm, post_attn_norm, post_ffn_norm, q_bias, k_bias, v_bias, q_norm, k_norm, rope
+    cdef readonly int64_t window
 
     def __init__(self, *, PackedMatrix q not None, PackedMatrix k not None, PackedMatrix v not None, PackedMatrix o not None,
-                 PackedMatrix gate not None, PackedMatrix up not None, PackedMatrix down not None, attn_norm, ffn_norm):
+                 PackedMatrix gate not None, PackedMatrix up not None, PackedMatrix down not None, attn_norm=None, ffn_norm=None,
+                 post_attn_norm=None, post_ffn_norm=None, q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None, rope=0,
+                 window=0):
         self.q, self.k, self.v, self.o, self.gate, self.up, self.down = q, k, v, o, gate, up, down
-        self.attn_norm = np.ascontiguousarray(attn_norm, np.float32)
-        self.ffn_norm = np.ascontiguousarray(ffn_norm, np.float32)
+        self.attn_norm, self.ffn_norm = float_array(attn_norm), float_array(ffn_norm)
+        self.post_attn_norm, self.post_ffn_norm = float_array(post_attn_norm), float_array(post_ffn_norm)
+        self.q_bias, self.k_bias, self.v_bias = float_array(q_bias), float_array(k_bias), float_array(v_bias)
+        self.q_norm, self.k_norm = float_array(q_norm), float_array(k_norm)
+        self.rope, self.window = rope, window
 
 
 cdef class ForwardModel:
     """The packed weights of a model and the workspace of its steps.
 
-    layers       list of Layer, one at least; rows of q and k ordered so that rotation pairs are (i, i + rope_dim/2) inside a head
-    embedding    PackedMatrix [vocab, hidden]; head the same, or the same object when tied
-    head_norm    float32 [hidden]
-    inv_freq     float64 [rope_dim / 2]
-    pool         ThreadPool of the steps
-    activations  "int8" or "int12" (docs/numerics.md)
+    layers            list of Layer, one at least; all with post norms at the same places
+    embedding         PackedMatrix [vocab, hidden]; head the same, or the same object when tied
+    head_norm         float32 [hidden]
+    inv_freq          float64 [rope_dim / 2], or [tables, rope_dim / 2]; rope_factors: [tables], of their cosines and sines
+    activations       "int8" or "int12" (docs/numerics.md)
+    ffn_activation    "silu" or "gelu" (tanh form), of the gate
+    attention_scale   of scores, None: 1/sqrt(head_dim); attention_softcap, logit_softcap: cap * tanh(x / cap), 0: none
+    embedding_scale, residual_scale    factors of embeddings and of all that layers add
+    pool              ThreadPool of the steps
 
     Raises ValueError for shapes that do not fit each other.
     """
 
-    cdef list layers
+    cdef list layers, biases
     cdef PackedMatrix embedding, head
-    cdef object head_norm, inv_freq
+    cdef object head_norm, inv_freq, rope_factors
     cdef readonly ThreadPool pool
     cdef readonly int64_t vocab_size, n_heads, n_kv_heads, head_dim
     cdef batch b
@@ -328,51 +209,42 @@ cdef class ForwardModel:
         self.counters = NULL
 
     def __init__(self, *, layers, PackedMatrix embedding not None, PackedMatrix head not None, head_norm, inv_freq, n_heads, n_kv_heads,
-                 head_dim, rms_eps, ThreadPool pool not None, activations="int8"):
-        cdef Layer layer
-        cdef PackedMatrix m
-        cdef int64_t i
+                 head_dim, rms_eps, ThreadPool pool not None, activations="int8", rope_factors=None, ffn_activation="silu",
+                 attention_scale=None, attention_softcap=0.0, logit_softcap=0.0, embedding_scale=1.0, residual_scale=1.0):
         cdef batch *b = &self.b
-        self.layers, self.embedding, self.head, self.pool = list(layers), embedding, head, pool
-        self.head_norm = np.ascontiguousarray(head_norm, np.float32)
-        self.inv_freq = np.ascontiguousarray(inv_freq, np.float64)
+        cdef int64_t i
+        cdef Layer layer
+        self.layers, self.biases, self.embedding, self.head, self.pool = list(layers), [], embedding, head, pool
+        self.head_norm = float_array(head_norm)
+        self.inv_freq = np.atleast_2d(np.ascontiguousarray(inv_freq, np.float64))
+        self.rope_factors = float_array(np.ones(len(self.inv_freq)) if rope_factors is None else rope_factors)
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.vocab_size = self.embedding.w.n_rows
         if not self.layers or min(n_heads, n_kv_heads, head_dim) < 1:
             raise ValueError(f"model: {len(self.layers)} layers, {n_heads} query heads, {n_kv_heads} KV heads, head_dim {head_dim}, "
                              "must be at least 1 each")
-        b.n_layers, b.hidden, b.n_heads, b.n_kv_heads, b.head_dim = len(self.layers), self.embedding.w.n_cols, n_heads, n_kv_heads, head_dim
-        b.ffn = self.layers[0].gate.shape[0]
-        b.rope_half = len(self.inv_freq)
-        b.eps = rms_eps
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations: {activations!r} is not one of {', '.join(ACTIVATIONS)}")
+        if ffn_activation not in FFN_ACTIVATIONS:
+            raise ValueError(f"ffn_activation: {ffn_activation!r} is not one of {', '.join(FFN_ACTIVATIONS)}")
         b.normed.wide = b.attended.wide = b.product.wide = activations == "int12"
-        expected = {"q": (n_heads * head_dim, b.hidden), "k": (n_kv_heads * head_dim, b.hidden), "v": (n_kv_heads * head_dim, b.hidden),
-                    "o": (b.hidden, n_heads * head_dim), "gate": (b.ffn, b.hidden), "up": (b.ffn, b.hidden), "down": (b.hidden, b.ffn)}
+        b.n_layers, b.hidden, b.n_heads, b.n_kv_heads, b.head_dim = len(self.layers), self.embedding.w.n_cols, n_heads, n_kv_heads, head_dim
+        b.ffn = self.layers[0].gate.shape[0]
+        b.n_ropes, b.rope_half = self.inv_freq.shape
+        b.eps, b.embedding_scale, b.residual_scale, b.logit_softcap = rms_eps, embedding_scale, residual_scale, logit_softcap
+        b.activation = ACT_GELU if ffn_activation == "gelu" else ACT_SILU
         if n_heads % n_kv_heads or 2 * b.rope_half > head_dim:
             raise ValueError(f"heads: {n_heads} query heads, {n_kv_heads} KV heads, head_dim {head_dim}, rotated {2 * b.rope_half}")
+        if self.rope_factors.shape != (b.n_ropes,):
+            raise ValueError(f"rope_factors: shape {self.rope_factors.shape}, must be ({b.n_ropes},)")
         if self.head.shape != (self.vocab_size, b.hidden) or self.head_norm.shape != (b.hidden,):
             raise ValueError(f"head: shape {self.head.shape} with norm {self.head_norm.shape}, must be ({self.vocab_size}, {b.hidden})")
         self.weights = <layer_weights *>pkv_alloc(b.n_layers * sizeof(layer_weights))
         self.counters = <int64_t *>pkv_alloc((b.n_layers * COUNTERS_PER_LAYER + 4) * sizeof(int64_t))
         if self.weights == NULL or self.counters == NULL:
             raise MemoryError("the system refused memory for a model")
-        for i in range(b.n_layers):
-            layer = self.layers[i]
-            for name, shape in expected.items():
-                m = getattr(layer, name)
-                if m.shape != shape:
-                    raise ValueError(f"layer {i} {name}: shape {m.shape}, must be {shape}")
-            if layer.attn_norm.shape != (b.hidden,) or layer.ffn_norm.shape != (b.hidden,):
-                raise ValueError(f"layer {i}: norm shapes {layer.attn_norm.shape}, {layer.ffn_norm.shape}, must be ({b.hidden},)")
-            self.weights[i].q, self.weights[i].k, self.weights[i].v = &layer.q.w, &layer.k.w, &layer.v.w
-            self.weights[i].o, self.weights[i].gate, self.weights[i].up = &layer.o.w, &layer.gate.w, &layer.up.w
-            self.weights[i].down = &layer.down.w
-            self.weights[i].attn_norm = <const float *><size_t>layer.attn_norm.ctypes.data
-            self.weights[i].ffn_norm = <const float *><size_t>layer.ffn_norm.ctypes.data
         b.layers, b.embedding, b.head = self.weights, &self.embedding.w, &self.head.w
-        b.head_norm = <const float *><size_t>self.head_norm.ctypes.data
+        b.head_norm, b.rope_factors = pointer(self.head_norm), pointer(self.rope_factors)
         b.inv_freq = <const double *><size_t>self.inv_freq.ctypes.data
         b.pool = self.pool.ptr
         b.counters = self.counters
@@ -380,6 +252,76 @@ cdef class ForwardModel:
         b.k_offset = pkv_round_up(n_heads * head_dim, 16)
         b.v_offset = b.k_offset + pkv_round_up(n_kv_heads * head_dim, 16)
         b.qkv_stride = b.v_offset + pkv_round_up(n_kv_heads * head_dim, 16)
+        for i in range(b.n_layers):
+            layer = self.layers[i]
+            self.check_layer(i, layer)
+            self.set_layer(&self.weights[i], layer)
+            self.weights[i].attention = self.attention_of(i, layer.window)
+        b.deferred = residual_scale != 1 or any(
+            norm is not None for layer in self.layers for norm in (layer.post_attn_norm, layer.post_ffn_norm))
+        for i in range(b.n_attentions):
+            b.attentions[i].view.group = n_heads // n_kv_heads
+            b.attentions[i].view.scale = 1.0 / float(np.sqrt(np.float64(head_dim))) if attention_scale is None else attention_scale
+            b.attentions[i].view.softcap = attention_softcap
+
+    cdef int check_layer(self, int64_t i, Layer layer) except -1:
+        """ValueError unless the shapes of layer i are those of the model."""
+        cdef batch *b = &self.b
+        cdef int64_t q = b.n_heads * b.head_dim
+        cdef int64_t kv = b.n_kv_heads * b.head_dim
+        matrices = {"q": (q, b.hidden), "k": (kv, b.hidden), "v": (kv, b.hidden), "o": (b.hidden, q), "gate": (b.ffn, b.hidden),
+                    "up": (b.ffn, b.hidden), "down": (b.hidden, b.ffn)}
+        vectors = {"attn_norm": b.hidden, "ffn_norm": b.hidden, "post_attn_norm": b.hidden, "post_ffn_norm": b.hidden, "q_bias": q,
+                   "k_bias": kv, "v_bias": kv}
+        if layer.q_norm is not None:
+            size = b.head_dim if layer.q_norm.shape == (b.head_dim,) else 0
+            if i > 0 and size != b.qk_norm_size:
+                raise ValueError(f"layer {i} q_norm: shape {layer.q_norm.shape}, layers must be alike")
+            b.qk_norm_size = size
+            vectors |= {"q_norm": size or q, "k_norm": size or kv}
+        for name, shape in matrices.items():
+            if getattr(layer, name).shape != shape:
+                raise ValueError(f"layer {i} {name}: shape {getattr(layer, name).shape}, must be {shape}")
+        for name, size in vectors.items():
+            vector = getattr(layer, name)
+            if vector is not None and vector.shape != (size,):
+                raise ValueError(f"layer {i} {name}: shape {vector.shape}, must be ({size},)")
+        if len({bias is None for bias in (layer.q_bias, layer.k_bias, layer.v_bias)}) > 1 or (layer.q_norm is None) != (layer.k_norm is None):
+            raise ValueError(f"layer {i}: biases of q, k and v, and norms of q and k, come together")
+        if layer.rope is not None and not 0 <= layer.rope < b.n_ropes:
+            raise ValueError(f"layer {i} rope: {layer.rope} is not in [0, {b.n_ropes})")
+        if layer.window < 0:
+            raise ValueError(f"layer {i} window: {layer.window} is negative")
+        return 0
+
+    cdef int set_layer(self, layer_weights *w, Layer layer) except -1:
+        """Point w at the weights of a checked layer."""
+        w.q, w.k, w.v, w.o = &layer.q.w, &layer.k.w, &layer.v.w, &layer.o.w
+        w.gate, w.up, w.down = &layer.gate.w, &layer.up.w, &layer.down.w
+        w.attn_norm, w.post_attn_norm = pointer(layer.attn_norm), pointer(layer.post_attn_norm)
+        w.ffn_norm, w.post_ffn_norm = pointer(layer.ffn_norm), pointer(layer.post_ffn_norm)
+        w.q_norm, w.k_norm = pointer(layer.q_norm), pointer(layer.k_norm)
+        w.rope = -1 if layer.rope is None else layer.rope
+        w.qkv_bias = NULL
+        if layer.q_bias is not None:
+            bias = np.zeros(self.b.qkv_stride, np.float32)
+            for start, part in ((0, layer.q_bias), (self.b.k_offset, layer.k_bias), (self.b.v_offset, layer.v_bias)):
+                bias[start : start + len(part)] = part
+            self.biases.append(bias)
+            w.qkv_bias = pointer(bias)
+        return 0
+
+    cdef int64_t attention_of(self, int64_t i, int64_t window) except -1:
+        """Index of the attention with this window, layer i's."""
+        cdef int64_t kind
+        for kind in range(self.b.n_attentions):
+            if self.b.attentions[kind].view.window == window:
+                return kind
+        if self.b.n_attentions == MAX_ATTENTIONS:
+            raise ValueError(f"layer {i} window: {window} is one more than the {MAX_ATTENTIONS} different windows of a model")
+        self.b.attentions[self.b.n_attentions].view.window = window
+        self.b.n_attentions += 1
+        return self.b.n_attentions - 1
 
     def __dealloc__(self):
         self.release_workspace()
@@ -387,13 +329,15 @@ cdef class ForwardModel:
         pkv_release(self.counters)
 
     cdef void release_workspace(self):
+        cdef int64_t i
         pkv_release(self.b.x)
         pkv_release(self.b.scratch)
         self.b.x, self.b.scratch = NULL, NULL
         act_release(&self.b.normed)
         act_release(&self.b.attended)
         act_release(&self.b.product)
-        plan_release(&self.b.plan)
+        for i in range(self.b.n_attentions):
+            plan_release(&self.b.attentions[i].plan)
         self.max_rows = self.scratch_bytes = 0
 
     def close(self) -> None:
@@ -435,11 +379,13 @@ cdef class ForwardModel:
         memset(self.profile_ns, 0, sizeof(self.profile_ns))
         return result
 
-    cdef int reserve(self, int64_t n_rows, int64_t n_spans, const attention_view *v) except -1:
+    cdef int reserve(self, int64_t n_rows, int64_t n_spans) except -1:
         """Workspace for a step; grows, never shrinks."""
         cdef batch *b = &self.b
-        cdef int64_t floats = n_rows * (b.x_stride + b.qkv_stride + 2 * b.rope_half)
-        cdef int64_t scratch = pkv_round_up(max(scratch_floats(v), <int64_t>2 * FFN_TOKENS * UNIT), 16) + 16
+        cdef int64_t floats = n_rows * ((2 if b.deferred else 1) * b.x_stride + b.qkv_stride + 2 * b.n_ropes * b.rope_half)
+        cdef int64_t scratch = max(scratch_floats(&b.attentions[0].view), <int64_t>2 * FFN_TOKENS * UNIT, b.n_heads * b.head_dim)
+        cdef int64_t i
+        scratch = pkv_round_up(scratch, 16) + 16
         if n_rows > self.max_rows:
             self.release_workspace()
             b.x = <float *>pkv_alloc(floats * sizeof(float))
@@ -449,9 +395,11 @@ cdef class ForwardModel:
                 raise MemoryError(f"the system refused the workspace of a step of {n_rows} tokens")
             b.qkv = b.x + n_rows * b.x_stride
             b.angles = b.qkv + n_rows * b.qkv_stride
+            b.branch = b.angles + 2 * n_rows * b.n_ropes * b.rope_half if b.deferred else NULL
             self.max_rows = n_rows
-        if plan_spans(&b.plan, n_spans):
-            raise MemoryError(f"the system refused the workspace of a step of {n_spans} sequences")
+        for i in range(b.n_attentions):
+            if plan_spans(&b.attentions[i].plan, n_spans):
+                raise MemoryError(f"the system refused the workspace of a step of {n_spans} sequences")
         if scratch * self.pool.n_threads > self.scratch_bytes:
             pkv_release(b.scratch)
             self.scratch_bytes = 0
@@ -484,6 +432,11 @@ cdef class ForwardModel:
         finally:
             self.running = False
 
+    cdef void attach(self, attention_view *v, const attention_view *cache):
+        """Take the place of tiles from a cache, keep the arithmetic."""
+        v.storage, v.page_stride, v.tile_bytes, v.format = cache.storage, cache.page_stride, cache.tile_bytes, cache.format
+        v.n_kv_heads, v.head_dim, v.page_tokens = cache.n_kv_heads, cache.head_dim, cache.page_tokens
+
     cdef int run_alone(self, PagedKVCache kv, list seqs, ids, lens, rows, logits) except -1:
         cdef batch *b = &self.b
         cdef int64_t i, row, page, status
@@ -503,29 +456,31 @@ cdef class ForwardModel:
             raise BadInput("seqs: the same sequence twice")
         if logits.dtype != np.float32 or logits.shape != (len(rows), self.vocab_padded):
             raise BadInput(f"logits: {logits.dtype} {logits.shape} is not float32 ({len(rows)}, {self.vocab_padded})")
-        b.kv = kv.view
-        b.kv.group = b.n_heads // b.n_kv_heads
-        b.kv.scale = 1.0 / float(np.sqrt(np.float64(b.head_dim)))
-        self.reserve(len(ids), len(seqs), &b.kv)
+        for i in range(b.n_attentions):
+            self.attach(&b.attentions[i].view, &kv.view)
+        self.reserve(len(ids), len(seqs))
         row = 0
         for i in range(len(seqs)):
             if not isinstance(seqs[i], KVSequence) or (<KVSequence>seqs[i]).arena is not kv:
                 raise BadInput(f"seqs: entry {i} is no sequence of this cache")
             seq = seqs[i]
             seq.cache()
-            s = &b.plan.spans[i]
+            s = &b.attentions[0].plan.spans[i]
             s.n_tokens = lens[i]
             s.position = seq.ptr.n_tokens - s.n_tokens
             s.table = seq.ptr.page_indices
             s.row = row
             if s.position < 0:
                 raise BadInput(f"q_lens: {lens[i]} tokens for entry {i}, a sequence of {seq.ptr.n_tokens}")
-            for page in range(s.position // b.kv.page_tokens, (s.position + s.n_tokens - 1) // b.kv.page_tokens + 1):
+            for page in range(s.position // kv.view.page_tokens, (s.position + s.n_tokens - 1) // kv.view.page_tokens + 1):
                 if kv.ptr.pages[s.table[page]].refcount != 1 or kv.ptr.pages[s.table[page]].indexed:
                     raise BadInput(f"seqs: entry {i} shares page {s.table[page]}, which this step writes; extend after sharing")
             row += s.n_tokens
-        if plan_units(&b.plan, &b.kv):
-            raise MemoryError(f"the system refused the workspace of a step of {row} tokens")
+        for i in range(b.n_attentions):
+            if i > 0:
+                memcpy(b.attentions[i].plan.spans, b.attentions[0].plan.spans, len(seqs) * sizeof(attention_span))
+            if plan_units(&b.attentions[i].plan, &b.attentions[i].view):
+                raise MemoryError(f"the system refused the workspace of a step of {row} tokens")
         b.n_rows, b.n_logits = row, len(rows)
         b.logits_stride = self.vocab_padded
         b.nanoseconds = self.profile_ns if self.profile else NULL

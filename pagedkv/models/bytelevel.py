@@ -43,10 +43,15 @@ class ByteLevel(Vocabulary):
 
     def bytes_of(self, token_id: int) -> bytes:
         text = self.tokens[token_id]
-        try:
-            return bytes([_BYTE_OF[c] for c in text]) if self.types[token_id] == NORMAL else text.encode()
-        except KeyError:
-            return text.encode()
+        return bytes_of_alphabet(text) if self.types[token_id] == NORMAL else text.encode()
+
+
+def bytes_of_alphabet(text: str) -> bytes:
+    """The bytes that characters of the alphabet stand for; of any other text its UTF-8."""
+    try:
+        return bytes([_BYTE_OF[c] for c in text])
+    except KeyError:
+        return text.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

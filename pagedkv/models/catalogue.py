@@ -59,20 +59,18 @@ def home() -> Path:
 
 
 def resolve(model: str | os.PathLike, progress: bool = True) -> Path:
-    """Path of the GGUF file that `model` names: a catalogue name, pulled at first use, or a path.
+    """Path of what `model` names: a catalogue name, pulled at first use, a GGUF file or a Hugging Face directory.
 
-    Raises ModelError for what is neither, for a missing file and for a Hugging Face directory.
+    Raises ModelError for what is none of them and for a missing file.
     """
     name = os.fspath(model)
     if name in CATALOGUE:
         return pull(name, progress)
     path = Path(name).expanduser()
     if path.is_dir():
-        if (path / "config.json").exists():
-            raise ModelError(
-                f"{name}: Hugging Face directories are not supported by this loader yet; convert it to GGUF"
-            )
-        raise ModelError(f"{name}: a directory, not a model file")
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{name}: a directory without config.json, not a model")
+        return path
     if path.exists():
         return path
     if path.suffix == ".gguf" or os.sep in name:

@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.models.architectures import ARCHITECTURES
+from pagedkv.models.architectures import ARCHITECTURES, OPTIONAL_KEYS, REFUSED_KEYS
 from pagedkv.models.errors import ModelError
 from pagedkv.models.gguf import GGUFFile
+from pagedkv.models.gguf_positions import read_ropes, read_windows
 from pagedkv.models.metadata import Metadata
+from pagedkv.models.rope import Rope
 
 # Control tokens that end a turn or a text, by the names the model families gave them.
-_END_TOKENS = frozenset({
+END_TOKENS = frozenset({
     "<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|eot|>",
     "<|endofprompt|>", "<EOT>", "<|end_of_turn|>", "<｜end▁of▁sentence｜>",
 })  # fmt: skip
@@ -32,18 +34,38 @@ class ModelConfig:
     vocab_size: int
     context_length: int
     rms_eps: float
-    rope_theta: float
-    rope_dim: int
+    ropes: tuple[Rope, ...]  # ways to rotate
+    rope_index: tuple[int | None, ...]  # of each layer, None: it does not rotate
+    windows: tuple[int, ...]  # of each layer: the last tokens it sees, 0: all
+    attention_scale: float
     tied: bool  # the output head is the embedding matrix
     stop_token_ids: tuple[int, ...]  # ascending
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
     add_bos: bool
+    attention_softcap: float = 0.0  # 0: none
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0  # logits are divided by it
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotation, in layers that see everything."""
+        return self.ropes[0].theta
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated values of a head."""
+        return self.ropes[0].dim
 
     @classmethod
     def from_gguf(cls, file: GGUFFile) -> "ModelConfig":
-        """The configuration of an open file. Raises ModelError naming key, value and range; reads no tensor data."""
+        """The configuration of an open file. Reads no tensor data but rotation tables.
+
+        Raises ModelError naming key, value and range.
+        """
         read = Metadata(file.metadata)
         if read.integer("split.count", 1, 65535, default=1) > 1:
             raise ModelError(
@@ -55,7 +77,7 @@ class ModelConfig:
                 f"general.architecture: {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
             )
         architecture = ARCHITECTURES[name]
-        for key in architecture.refused_keys:
+        for key in (*REFUSED_KEYS, *sorted(OPTIONAL_KEYS - architecture.keys)):
             read.absent(f"{name}.{key}")
 
         n_layers = read.integer(f"{name}.block_count", 1, 1024)
@@ -70,12 +92,16 @@ class ModelConfig:
         value_dim = read.integer(f"{name}.attention.value_length", 2, 4096, default=head_dim)
         if value_dim != head_dim:
             raise ModelError(f"{name}.attention.value_length: {value_dim} differs from key_length {head_dim}")
-        rope_dim = read.integer(f"{name}.rope.dimension_count", 2, head_dim, default=head_dim)
-        if rope_dim % 2:
-            raise ModelError(f"{name}.rope.dimension_count: {rope_dim} is odd")
-        scaling = read.text(f"{name}.rope.scaling.type", default="none")
-        if scaling not in architecture.rope_scalings:
-            raise ModelError(f"{name}.rope.scaling.type: {scaling!r} is not supported; supported: none")
+        context_length = read.integer(f"{name}.context_length", 1, 1 << 27)
+        ropes, tables = read_ropes(file, name, architecture, head_dim, context_length)
+        windows = read_windows(read, name, architecture, n_layers)
+        scale = head_dim if n_layers != architecture.wide_layers else hidden_size // n_heads
+        caps = [
+            read.real(f"{name}.{key}", 0.0, 1e6, default=default) if key in architecture.keys else default
+            for key, default in zip(
+                ("attn_logit_softcapping", "final_logit_softcapping"), architecture.softcaps, strict=True
+            )
+        ]
 
         if "token_embd.weight" not in file.tensors:
             raise ModelError("tensor token_embd.weight: missing")
@@ -95,7 +121,7 @@ class ModelConfig:
         }
         stops = {special[kind] for kind in ("eos", "eot", "eom")} - {None}
         types = np.asarray(read.numbers("tokenizer.ggml.token_type", default=()))[: len(tokens)]
-        stops.update(i for i in np.flatnonzero(types == _CONTROL).tolist() if tokens[i] in _END_TOKENS)
+        stops.update(i for i in np.flatnonzero(types == _CONTROL).tolist() if tokens[i] in END_TOKENS)
         config = cls(
             architecture=name,
             name=read.text("general.name", default=file.path.stem),
@@ -106,16 +132,33 @@ class ModelConfig:
             head_dim=head_dim,
             ffn_size=read.per_layer(f"{name}.feed_forward_length", 1, 1 << 20),
             vocab_size=vocab_size,
-            context_length=read.integer(f"{name}.context_length", 1, 1 << 27),
+            context_length=context_length,
             rms_eps=read.real(f"{name}.attention.layer_norm_rms_epsilon", 1e-12, 0.1),
-            rope_theta=read.real(f"{name}.rope.freq_base", 1.0, 1e12, default=10000.0),
-            rope_dim=rope_dim,
+            ropes=ropes,
+            rope_index=rope_of_layers(architecture.rotated(n_layers), windows, len(ropes)),
+            windows=windows,
+            attention_scale=read.real(f"{name}.attention.scale", 1e-6, 1e6, default=scale**-0.5),
             tied="output.weight" not in file.tensors,
             stop_token_ids=tuple(sorted(stops)),
             bos_token_id=special["bos"],
             eos_token_id=special["eos"],
             pad_token_id=special["padding"],
             add_bos=special["bos"] is not None and read.add_bos(),
+            attention_softcap=caps[0],
+            logit_softcap=caps[1],
+            embedding_scale=read.real(
+                f"{name}.embedding_scale", 1e-6, 1e6, default=hidden_size**0.5 if architecture.scaled_embedding else 1.0
+            ),
+            residual_scale=read.real(f"{name}.residual_scale", 1e-6, 1e6, default=1.0),
+            logit_scale=read.real(f"{name}.logit_scale", 1e-6, 1e6, default=1.0),
         )
-        architecture.check_tensors(config, {tensor.name: tensor.shape for tensor in file.tensors.values()})
+        found = {tensor.name: tensor.shape for tensor in file.tensors.values() if tensor.name not in tables}
+        architecture.check_tensors(config, found)
         return config
+
+
+def rope_of_layers(rotated: tuple[bool, ...], windows: tuple[int, ...], n_ropes: int) -> tuple[int | None, ...]:
+    """The rotation of each layer: the last one of `n_ropes` where it has a window."""
+    return tuple(
+        (n_ropes - 1 if window else 0) if rotates else None for rotates, window in zip(rotated, windows, strict=True)
+    )

@@ -1,8 +1,9 @@
-"""Text to token ids and back, built from GGUF metadata on the `tokenizers` library."""
+"""Text to token ids and back, built from GGUF metadata or tokenizer.json on the `tokenizers` library."""
 
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import numpy as np
 from pagedkv.models.bytelevel import ByteLevel
 from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
+from pagedkv.models.safetensors import read_json
 from pagedkv.models.sentencepiece import SentencePiece
+from pagedkv.models.tokenizer_json import TokenizerJson, read_template
 from pagedkv.models.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, Vocabulary
 
 if TYPE_CHECKING:
@@ -39,24 +42,44 @@ class Tokenizer:
         family = read.text("tokenizer.ggml.model")
         if family not in _FAMILIES:
             raise ModelError(f"tokenizer.ggml.model: {family!r} is not supported; supported: {', '.join(_FAMILIES)}")
-        self.vocab_size = len(read.strings("tokenizer.ggml.tokens"))
-        if not self.vocab_size:
+        vocab_size = len(read.strings("tokenizer.ggml.tokens"))
+        if not vocab_size:
             raise ModelError("tokenizer.ggml.tokens: empty")
-        types = _read_types(read, self.vocab_size)
-        self._vocabulary = _FAMILIES[family](read, types)
-        self.special_ids = frozenset(np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist())
-        last = self.vocab_size - 1
-        self.bos_token_id = read.integer("tokenizer.ggml.bos_token_id", 0, last, default=None)
-        self.eos_token_id = read.integer("tokenizer.ggml.eos_token_id", 0, last, default=None)
+        self.bos_token_id = read.integer("tokenizer.ggml.bos_token_id", 0, vocab_size - 1, default=None)
+        self.eos_token_id = read.integer("tokenizer.ggml.eos_token_id", 0, vocab_size - 1, default=None)
         self.add_bos = self.bos_token_id is not None and read.add_bos()
         self.add_eos = self.eos_token_id is not None and read.flag("tokenizer.ggml.add_eos_token", default=False)
         self._template_source = read.text("tokenizer.chat_template", default=None)
-        self._build()
+        self._build(_FAMILIES[family](read, _read_types(read, vocab_size)))
 
-    def _build(self) -> None:
-        from tokenizers import AddedToken, Tokenizer, normalizers
+    @classmethod
+    def from_directory(cls, directory: Path) -> "Tokenizer":
+        """The tokenizer of a Hugging Face directory: tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-        vocabulary = self._vocabulary
+        Raises ModelError naming file and value.
+        """
+        self = cls.__new__(cls)
+        vocabulary = TokenizerJson(directory)
+        settings = read_json(path) if (path := directory / "tokenizer_config.json").exists() else {}
+        self.bos_token_id, self.eos_token_id = (vocabulary.id_of(settings.get(f"{x}_token")) for x in ("bos", "eos"))
+        before, after = vocabulary.ends()
+        self.add_bos, self.add_eos = bool(before), bool(after)
+        if before not in ([], [self.bos_token_id]) or after not in ([], [self.eos_token_id]):
+            raise ModelError(
+                f"{directory / 'tokenizer.json'}: its post_processor puts {before} before and {after} after a text; "
+                f"only bos_token and eos_token are supported"
+            )
+        self._template_source = read_template(directory, settings)
+        self._build(vocabulary)
+        return self
+
+    def _build(self, vocabulary: Vocabulary) -> None:
+        from tokenizers import Tokenizer, normalizers
+
+        self._vocabulary = vocabulary
+        self.vocab_size = len(vocabulary.tokens)
+        special = (vocabulary.types == CONTROL) | (vocabulary.types == UNKNOWN)
+        self.special_ids = frozenset(np.flatnonzero(special).tolist())
         try:
             self._text = Tokenizer(vocabulary.model())
         except ModelError:
@@ -68,7 +91,7 @@ class Tokenizer:
             self._text.pre_tokenizer = vocabulary.pre_tokenizer
         if steps := vocabulary.normalizers():
             self._text.normalizer = normalizers.Sequence(steps)
-        self._text.add_tokens([AddedToken(text, normalized=False) for text in vocabulary.matched_texts()])
+        self._text.add_tokens(vocabulary.added_tokens())
 
         control = np.flatnonzero(vocabulary.types == CONTROL).tolist()
         self._control = {text: i for i in reversed(control) if len(text := vocabulary.tokens[i]) > 1}

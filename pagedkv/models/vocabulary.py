@@ -52,6 +52,12 @@ class Vocabulary(ABC):
                 vocab.setdefault(text, i)
         return vocab
 
+    def added_tokens(self) -> list:
+        """User-defined tokens as the library wants them."""
+        from tokenizers import AddedToken
+
+        return [AddedToken(text, normalized=False) for text in self.matched_texts()]
+
     def matched_texts(self) -> list[str]:
         """Texts of user-defined tokens, found in any text before words are cut."""
         return [text for i in np.flatnonzero(self.types == USER_DEFINED).tolist() if (text := self.tokens[i])]

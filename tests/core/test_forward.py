@@ -455,7 +455,7 @@ BAD_LAYERS = [
     (lambda m: {"k": m(8, 8)}, "layer 0 k: shape (8, 8), must be (4, 8)"),
     (lambda m: {"down": m(8, 7)}, "layer 0 down: shape (8, 7), must be (8, 6)"),
     (lambda m: {"up": m(7, 8)}, "layer 0 up: shape (7, 8), must be (6, 8)"),
-    (lambda m: {"ffn_norm": np.ones(9)}, "layer 0: norm shapes (8,), (9,), must be (8,)"),
+    (lambda m: {"ffn_norm": np.ones(9)}, "layer 0 ffn_norm: shape (9,), must be (8,)"),
 ]
 
 

@@ -375,7 +375,7 @@ static int64_t length_of(int c) { return c < 70 ? 1 + c : c == 70 ? 576 : 1537; 
 
 enum { N_LENGTHS = 72 };
 
-enum row_kernel { SOFTMAX, SOFTCAP, MERGE, RMSNORM, SILU_MUL, ROPE, ADD, SCALE, VMAX, ARGMAX };
+enum row_kernel { SOFTMAX, SOFTCAP, MERGE, RMSNORM, SILU_MUL, ROPE, ADD, SCALE, VMAX, ARGMAX, GELU_MUL };
 
 static void run_row(const pkv_kernels *k, int kernel, sha256 *s)
 {
@@ -402,6 +402,11 @@ static void run_row(const pkv_kernels *k, int kernel, sha256 *s)
             for (int64_t i = 0; i < n; i++)
                 x[i] *= c % 3 ? 1.0f : 30.0f;
             k->silu_mul(y, x, w, n);
+            break;
+        case GELU_MUL:
+            for (int64_t i = 0; i < n; i++)
+                x[i] *= c % 3 ? 1.0f : 30.0f;
+            k->gelu_mul(y, x, w, n);
             break;
         case ROPE: {
             float *pairs = floats(2 * n, style), *cs = floats(2 * n, PLAIN);
@@ -484,6 +489,7 @@ static const struct { const char *name; void (*run)(const pkv_kernels *, int, sh
     {"silu_mul", run_row, SILU_MUL}, {"rope", run_row, ROPE}, {"add", run_row, ADD}, {"scale", run_row, SCALE},
     {"vmax", run_row, VMAX}, {"argmax", run_row, ARGMAX},
     {"common", run_common, 0},
+    {"gelu_mul", run_row, GELU_MUL},
 };
 
 enum { N_KERNELS = sizeof kernels / sizeof *kernels };

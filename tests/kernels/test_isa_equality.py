@@ -288,6 +288,13 @@ def test_silu_mul(case, seed, isa):
                  lambda name, y: kernels.silu_mul(name, y, address(g), address(u), n))
 
 
+def test_gelu_mul(case, seed, isa):
+    n = case.size(1, 700)
+    g, u = case.place(case.floats(n)), case.place(case.floats(n))
+    check_kernel(case, seed, isa, [case.floats(n)],
+                 lambda name, y: kernels.gelu_mul(name, y, address(g), address(u), n))
+
+
 def test_rope(case, seed, isa):
     half = case.size(1, 130)
     cs = case.place(case.floats(2 * half))

@@ -322,6 +322,19 @@ def test_silu_mul(rng):
     assert_close(y, exact, np.abs(exact), 8)
 
 
+def test_gelu_mul_is_the_tanh_form(rng):
+    g, u = (rng.standard_normal((2, 300)) * [[3], [2]]).astype(F32)
+    g[:4] = [0, -0.0, 1e30, -40]
+    y = np.empty_like(g)
+    kernels.gelu_mul("scalar", address(y), address(g), address(u), g.size)
+    x = g.astype(np.float64)
+    exact = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) * u
+    assert np.allclose(y, exact, rtol=2e-5, atol=1e-9)
+    near = np.abs(x) < 2
+    assert near.sum() > 50
+    assert_close(y[near], exact[near], np.abs(exact[near]), 24)
+
+
 def test_rope_rotates_pairs_half_a_head_apart(rng):
     half = 24
     x, angle = rng.standard_normal(2 * half).astype(F32), rng.uniform(-3, 3, half)

@@ -201,11 +201,10 @@ class TestResolve:
             resolve("gpt5")
 
     def test_directories(self, tmp_path):
-        with pytest.raises(ModelError, match="a directory, not a model file"):
+        with pytest.raises(ModelError, match="a directory without config.json, not a model"):
             resolve(tmp_path)
         (tmp_path / "config.json").write_text("{}")
-        with pytest.raises(ModelError, match="Hugging Face directories are not supported"):
-            resolve(tmp_path)
+        assert resolve(tmp_path) == tmp_path
 
 
 def test_default_home(monkeypatch, tmp_path):

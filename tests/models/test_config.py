@@ -8,6 +8,7 @@ from pagedkv.models.architectures import ARCHITECTURES
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.errors import ModelError
 from pagedkv.models.gguf import GGUFFile
+from pagedkv.models.rope import Rope
 
 
 def config(tmp_path, **options) -> ModelConfig:
@@ -24,7 +25,8 @@ def refused(tmp_path, **options) -> str:
 def test_every_field(tmp_path):
     assert config(tmp_path) == ModelConfig(
         architecture="llama", name="Tiny", n_layers=2, hidden_size=64, n_heads=4, n_kv_heads=2, head_dim=16,
-        ffn_size=96, vocab_size=len(tiny.TOKENS), context_length=256, rms_eps=2.0**-17, rope_theta=50000.0, rope_dim=16,
+        ffn_size=96, vocab_size=len(tiny.TOKENS), context_length=256, rms_eps=2.0**-17,
+        ropes=(Rope(50000.0, 16, original_context=256),), rope_index=(0, 0), windows=(0, 0), attention_scale=0.25,
         tied=True, stop_token_ids=(0, 2), bos_token_id=1, eos_token_id=2, pad_token_id=2, add_bos=False,
     )  # fmt: skip
 
@@ -98,9 +100,12 @@ def test_stop_tokens(tmp_path):
         ("llama.rope.freq_base", w.F32, -1.0, "-1 is not in [1, 1e+12]"),
         ("llama.rope.dimension_count", w.U32, 17, "17 is not in [2, 16]"),
         ("llama.rope.dimension_count", w.U32, 15, "15 is odd"),
-        ("llama.rope.scaling.type", w.STRING, "yarn", "'yarn' is not supported"),
+        ("llama.rope.scaling.type", w.STRING, "spiral", "'spiral' is not supported; supported: none, "),
+        ("llama.rope.scaling.type", w.STRING, "longrope", "longrope needs rope_factors_long.weight"),
+        ("llama.rope.scaling.factor", w.F32, 0.0, "0 is not in [0.001, 1e+06]"),
         ("llama.expert_count", w.U32, 8, "8 is not supported"),
-        ("llama.attention.sliding_window", w.U32, 4096, "4096 is not supported"),
+        ("llama.attention.sliding_window", w.I32, -1, "-1 is not in [0, 134217728]"),
+        ("llama.embedding_scale", w.F32, 2.0, "2.0 is not supported"),
         ("tokenizer.ggml.bos_token_id", w.U32, 5000, "5000 is not in [0, 270]"),
         ("tokenizer.ggml.eos_token_id", w.I32, -1, "-1 is not in [0, 270]"),
         ("tokenizer.ggml.add_bos_token", w.U8, 1, "1 is not a boolean"),
@@ -151,7 +156,8 @@ def test_unused_keys_that_say_nothing_are_fine(tmp_path):
         ("blk.0.attn_k.weight", ((64, 64), "Q4_0"), "shape (64, 64), the metadata asks for (32, 64)"),
         ("blk.0.attn_norm.weight", ((64, 1), "F32"), "shape (64, 1), the metadata asks for (64,)"),
         ("blk.0.attn_q.bias", ((64,), "F32"), "not supported by the llama architecture"),
-        ("rope_freqs.weight", ((8,), "F32"), "not supported by the llama architecture"),
+        ("rope_freqs.weight", ((8,), "F32"), "a factor that is not in [1e-06, 1e+06]"),
+        ("rope_freqs.weight", ((7,), "F32"), "F32 (7,), must be F32 (8,)"),
         ("blk.2.attn_q.weight", ((64, 64), "F32"), "not supported by the llama architecture"),
     ],
 )

@@ -1,0 +1,83 @@
+"""The operations of a transformer step: what one works on, and each of them."""
+
+from libc.stdint cimport int32_t, int64_t
+
+from pagedkv.core._kernels cimport *
+from pagedkv.core.attention cimport attention_plan, attention_span, attention_view
+from pagedkv.core.matmul cimport act_buffer
+
+cdef enum:
+    UNIT = 32              # feed-forward rows computed together: one quantisation block of the product
+    FFN_TOKENS = 32        # tokens of one pass through such a unit
+    MAX_ATTENTIONS = 2     # different windows of one model
+
+cdef enum ffn_gate:
+    ACT_SILU, ACT_GELU
+
+# Weights of one layer. NULL stands for an operation the architecture does not have.
+cdef struct layer_weights:
+    const pkv_weight *q
+    const pkv_weight *k
+    const pkv_weight *v
+    const pkv_weight *o
+    const pkv_weight *gate
+    const pkv_weight *up
+    const pkv_weight *down
+    const float *attn_norm         # [hidden] before attention
+    const float *post_attn_norm    # [hidden] of what attention adds
+    const float *ffn_norm          # [hidden] before the feed-forward network
+    const float *post_ffn_norm     # [hidden] of what it adds
+    const float *qkv_bias          # [qkv_stride], as a row of batch.qkv
+    const float *q_norm            # [qk_norm_size] per head, or [heads * head_dim]
+    const float *k_norm
+    int64_t rope                   # rotation table, -1: none
+    int64_t attention              # index of batch.attentions
+
+# One way to attend, shared by the layers of the same window.
+cdef struct attention_kind:
+    attention_view view
+    attention_plan plan
+
+cdef struct batch:
+    # the model
+    const layer_weights *layers
+    const pkv_weight *embedding
+    const pkv_weight *head
+    const float *head_norm
+    const double *inv_freq         # [n_ropes, rope_half]
+    const float *rope_factors      # [n_ropes] of cosines and sines
+    int64_t n_layers, hidden, n_heads, n_kv_heads, head_dim, ffn, n_ropes, rope_half
+    int64_t qk_norm_size           # head_dim, or 0: all heads together
+    float eps, embedding_scale, residual_scale, logit_softcap
+    ffn_gate activation
+    bint deferred                  # what a layer adds to x is changed first: it goes through `branch`
+    # where rows live: [n_rows, stride] each
+    float *x                       # residual stream
+    float *branch                  # output of attention or feed-forward, not in x yet
+    float *qkv                     # query, key, value heads
+    float *angles                  # [n_ropes, 2 * rope_half] cosines and sines
+    int64_t x_stride, qkv_stride, k_offset, v_offset
+    act_buffer normed              # input of qkv, gate/up and head
+    act_buffer attended
+    act_buffer product             # activation(gate) * up
+    # the step
+    attention_kind attentions[MAX_ATTENTIONS]
+    int64_t n_attentions
+    const int32_t *tokens
+    const int32_t *logit_rows
+    float *logits
+    int64_t n_rows, n_logits, logits_stride
+    # work sharing
+    pkv_pool *pool
+    int64_t *counters
+    float *scratch
+    int64_t scratch_stride
+    int64_t *nanoseconds           # of each operation on thread 0, or NULL
+
+cdef void embed(const batch *b, int64_t *counter, int n_threads) noexcept nogil
+cdef void norm(batch *b, bint pending, const float *post, const float *weight, bint gather, int64_t n_rows, bint quantised,
+               int64_t *counter, int n_threads) noexcept nogil
+cdef void rope_and_store(batch *b, int64_t layer, float *scratch, int64_t *counter, int n_threads) noexcept nogil
+cdef void quantise_rows(batch *b, act_buffer *rows, int64_t *counter, int n_threads) noexcept nogil
+cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int n_threads) noexcept nogil
+cdef void head(batch *b, int64_t *counter, int n_threads) noexcept nogil

@@ -1,0 +1,166 @@
+"""From the tensors of a file to a ForwardModel: every matrix read once, packed, and dropped from the page map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from pagedkv.core._kernels import ThreadPool
+from pagedkv.core.forward import ForwardModel, Layer
+from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
+from pagedkv.models.architectures import ARCHITECTURES
+from pagedkv.models.config import ModelConfig
+from pagedkv.models.errors import ModelError
+from pagedkv.models.gguf import TensorInfo
+from pagedkv.models.quantise import FLOATS, to_float32, to_q8_0
+from pagedkv.models.rope import half_split_order
+
+QUANTIZATIONS = ("q8_0",)
+
+
+class TensorSource(Protocol):
+    """Tensors under their GGUF names."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Name, shape and type of each."""
+
+    def data(self, name: str) -> memoryview:
+        """Bytes of one, not copied."""
+
+    def drop(self, name: str) -> None:
+        """Its pages will not be needed again."""
+
+
+class Packer:
+    """Packs the tensors of one source for one model.
+
+    adjacent_pairs   rows of q and k come with rotation pairs side by side
+    norm_offset      added to every norm weight
+    quantization     "q8_0": float matrices become Q8_0, where 32 divides their columns; None: as they are
+    done             called after each tensor
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        pool: ThreadPool,
+        *,
+        adjacent_pairs: bool,
+        norm_offset: float = 0.0,
+        quantization: str | None = None,
+        done: Callable[[], object] = lambda: None,
+    ):
+        self.source, self.config, self.pool, self.done = source, config, pool, done
+        self.architecture = ARCHITECTURES[config.architecture]
+        self.norm_offset, self.quantization = norm_offset, quantization
+        self.orders: dict[int, np.ndarray | None] = {
+            n: half_split_order(n, config.head_dim, config.rope_dim) if adjacent_pairs else None
+            for n in (config.n_heads, config.n_kv_heads)
+        }
+        for tensor in source.tensors.values():
+            if tensor.type_name not in WEIGHT_TYPES:
+                supported = ", ".join(WEIGHT_TYPES)
+                raise ModelError(
+                    f"tensor {tensor.name}: type {tensor.type_name} is not supported; supported: {supported}"
+                )
+
+    def model(self, context: int, activations: str) -> ForwardModel:
+        """The whole model, its rotation tables for sequences of up to `context` tokens. ModelError, MemoryError."""
+        config = self.config
+        tables = [rope.table(context) for rope in config.ropes]
+        embedding = self.matrices("token_embd.weight")[0]
+        layers = [self.layer(i) for i in range(config.n_layers)]
+        return ForwardModel(
+            layers=layers,
+            embedding=embedding,
+            head=embedding if config.tied else self.matrices("output.weight")[0],
+            head_norm=self.norm("output_norm.weight") / np.float32(config.logit_scale),
+            inv_freq=np.stack([inv_freq for inv_freq, _ in tables]),
+            rope_factors=[factor for _, factor in tables],
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
+            rms_eps=config.rms_eps,
+            pool=self.pool,
+            activations=activations,
+            ffn_activation=self.architecture.activation,
+            attention_scale=config.attention_scale,
+            attention_softcap=config.attention_softcap,
+            logit_softcap=config.logit_softcap,
+            embedding_scale=config.embedding_scale,
+            residual_scale=config.residual_scale,
+        )
+
+    def layer(self, i: int) -> Layer:
+        """Layer i."""
+        config, architecture, blk = self.config, self.architecture, f"blk.{i}."
+        q_heads, kv_heads = config.n_heads, config.n_kv_heads
+        q_rows, kv_rows = q_heads * config.head_dim, kv_heads * config.head_dim
+        if architecture.fused:
+            q, k, v = self.matrices(blk + "attn_qkv.weight", q_rows, kv_rows, kv_rows)
+            gate, up = self.matrices(blk + "ffn_up.weight", config.ffn_size, config.ffn_size)
+        else:
+            q = self.matrices(blk + "attn_q.weight", order=self.orders[q_heads])[0]
+            k = self.matrices(blk + "attn_k.weight", order=self.orders[kv_heads])[0]
+            v = self.matrices(blk + "attn_v.weight")[0]
+            gate, up = self.matrices(blk + "ffn_gate.weight")[0], self.matrices(blk + "ffn_up.weight")[0]
+        vectors: dict[str, np.ndarray] = {}
+        if architecture.pre_norms:
+            vectors |= {
+                "attn_norm": self.norm(blk + "attn_norm.weight"),
+                "ffn_norm": self.norm(blk + "ffn_norm.weight"),
+            }
+        if architecture.post_norms:
+            vectors["post_attn_norm"] = self.norm(blk + "post_attention_norm.weight")
+            vectors["post_ffn_norm"] = self.norm(blk + "post_ffw_norm.weight")
+        if architecture.qk_norm:
+            vectors |= {f"{x}_norm": self.norm(f"{blk}attn_{x}_norm.weight") for x in "qk"}
+        if architecture.qkv_bias:
+            vectors |= {f"{x}_bias": self.vector(f"{blk}attn_{x}.bias") for x in "qkv"}
+        return Layer(
+            q=q,
+            k=k,
+            v=v,
+            o=self.matrices(blk + "attn_output.weight")[0],
+            gate=gate,
+            up=up,
+            down=self.matrices(blk + "ffn_down.weight")[0],
+            rope=config.rope_index[i],
+            window=config.windows[i],
+            **vectors,
+        )
+
+    def matrices(self, name: str, *rows: int, order: np.ndarray | None = None) -> list[PackedMatrix]:
+        """Matrix `name` cut into matrices of so many rows each, without `rows` as a whole."""
+        tensor = self.source.tensors[name]
+        n_rows, n_cols = tensor.shape
+        row_bytes = tensor.n_bytes // n_rows
+        data = self.source.data(name)
+        packed, start = [], 0
+        for n in rows or (n_rows,):
+            part, kind = data[start * row_bytes : (start + n) * row_bytes], tensor.type_name
+            if self.quantization and kind in FLOATS and n_cols % 32 == 0:
+                part, kind = to_q8_0(part, kind, n_cols), "Q8_0"
+            packed.append(PackedMatrix.pack(self.pool, kind, part, n, n_cols, order))
+            start += n
+        self.source.drop(name)
+        self.done()
+        return packed
+
+    def norm(self, name: str) -> np.ndarray:
+        """Weights of a norm, float32."""
+        return self.vector(name) + np.float32(self.norm_offset)
+
+    def vector(self, name: str) -> np.ndarray:
+        """A vector as float32, copied."""
+        tensor = self.source.tensors[name]
+        if tensor.type_name not in FLOATS:
+            raise ModelError(
+                f"tensor {name}: type {tensor.type_name} is not supported for a vector; supported: {', '.join(FLOATS)}"
+            )
+        self.done()
+        return to_float32(self.source.data(name), tensor.type_name)

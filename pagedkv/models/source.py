@@ -1,0 +1,61 @@
+"""open_model: a GGUF file or a Hugging Face directory, ready to be described or packed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedkv.models.architectures import ARCHITECTURES
+from pagedkv.models.config import END_TOKENS, ModelConfig
+from pagedkv.models.gguf import GGUFFile
+from pagedkv.models.huggingface import DirectoryConfig
+from pagedkv.models.packing import TensorSource
+from pagedkv.models.safetensors import SafetensorsFiles
+from pagedkv.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """What a container holds, checked; tensors can be read while it is open.
+
+    container        what it is, for people; n_bytes: its size
+    tokenizer_kind   the family of its tokenizer, for people
+    adjacent_pairs   rows of q and k keep the two values of a rotation pair side by side
+    norm_offset      added to every norm weight
+    """
+
+    path: Path
+    container: str
+    n_bytes: int
+    config: ModelConfig
+    tokenizer: Tokenizer
+    tokenizer_kind: str
+    tensors: TensorSource
+    adjacent_pairs: bool
+    norm_offset: float = 0.0
+
+
+@contextmanager
+def open_model(path: Path) -> Iterator[OpenModel]:
+    """Open a GGUF file or a Hugging Face directory. Reads no weights. Raises ModelError, one line."""
+    if path.is_dir():
+        directory = DirectoryConfig(path)
+        with SafetensorsFiles(path, directory.tensor_names) as files:
+            tokenizer = Tokenizer.from_directory(path)
+            shapes = {tensor.name: tensor.shape for tensor in files.tensors.values()}
+            stops = {i for i in tokenizer.special_ids if tokenizer.token_bytes(i, False).decode() in END_TOKENS}
+            config = directory.model(shapes, tokenizer.add_bos, stops)
+            offset = directory.architecture.norm_offset
+            kind = f"tokenizer.json, {tokenizer.vocab_size} tokens"
+            yield OpenModel(
+                path, "Hugging Face directory", files.n_bytes, config, tokenizer, kind, files, False, offset
+            )
+    else:
+        with GGUFFile(path) as file:
+            config = ModelConfig.from_gguf(file)
+            tokenizer = Tokenizer(file.metadata)
+            kind = f"{file.metadata['tokenizer.ggml.model']}, pre-tokenizer "
+            kind += file.metadata.get("tokenizer.ggml.pre", "default")
+            adjacent = ARCHITECTURES[config.architecture].adjacent_pairs
+            container = f"GGUF version {file.version}"
+            yield OpenModel(path, container, path.stat().st_size, config, tokenizer, kind, file, adjacent)

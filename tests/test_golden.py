@@ -1,0 +1,71 @@
+"""Real models against a float32 reference made by transformers: tests/golden/*.npz.
+
+KL is the divergence of the model from the reference over the 64 likeliest next tokens and all others as one, in the
+mean over the positions of a case; what llama.cpp reached on the same files, with its own kernels, is the measure.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pagedkv import LLM
+
+LLAMA_CPP_KL = {
+    "gemma3-270m-q4_k_m": {
+        "one_token": 0.003108, "short": 0.003402, "chat": 0.003219, "code": 0.003348, "unicode": 0.004229,
+        "licence_900": 0.004935, "exact_page_multiple": 0.007671,
+    },
+    "smollm2-135m-q4_1": {
+        "one_token": 0.000533, "short": 0.002375, "chat": 0.000806, "code": 0.001927, "unicode": 0.005461,
+        "licence_900": 0.002683, "exact_page_multiple": 0.003073,
+    },
+}  # fmt: skip
+FILES = {"gemma3-270m-q4_k_m": "gemma3_path", "smollm2-135m-q4_1": "smollm2_path"}
+
+
+def log_softmax(logits):
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def mean_kl(listed, reference, got):
+    """listed: token ids [p, 64]; reference: their log-probabilities; got: log-probabilities [p, vocabulary]."""
+    got = np.take_along_axis(got, listed, 1)
+    p = np.exp(reference)
+    rest, rest_got = 1 - p.sum(1), 1 - np.exp(got).sum(1)
+    others = rest * np.log(np.maximum(rest, 1e-12) / np.maximum(rest_got, 1e-12))
+    return ((p * (reference - got)).sum(1) + np.where(rest > 1e-9, others, 0)).mean()
+
+
+@pytest.fixture(scope="module", params=sorted(FILES))
+def golden(request):
+    """(name, arrays, logits of each case)"""
+    arrays = np.load(Path(__file__).parent / "golden" / f"{request.param}.npz")
+    cases = LLAMA_CPP_KL[request.param]
+    assert {key.split(".")[0] for key in arrays.files} == set(cases)
+    with LLM(request.getfixturevalue(FILES[request.param])) as llm:
+        logits = {case: llm.logits(arrays[f"{case}.ids"].tolist()) for case in cases}
+    return request.param, arrays, logits
+
+
+def test_mean_divergence_is_that_of_llama_cpp(golden):
+    name, arrays, logits = golden
+    found = {
+        case: mean_kl(
+            arrays[f"{case}.top_ids"],
+            arrays[f"{case}.top_logprob"].astype(np.float64),
+            log_softmax(logits[case][arrays[f"{case}.pos"]]),
+        )
+        for case in logits
+    }
+    assert np.mean(list(found.values())) <= 1.15 * np.mean(list(LLAMA_CPP_KL[name].values())), found
+
+
+def test_argmax_is_the_reference_where_it_is_sure(golden):
+    _, arrays, logits = golden
+    for case, rows in logits.items():
+        sure = arrays[f"{case}.margin"] > 0.5
+        assert len(rows) < 10 or sure.mean() > 0.3
+        assert np.array_equal(rows.argmax(-1)[sure], arrays[f"{case}.argmax"][sure]), case
