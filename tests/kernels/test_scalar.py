@@ -106,30 +106,49 @@ def test_weight_row_of_floats_is_exact(rng, type_name):
 
 
 def quantise(x):
-    """quant_i8 of rows: (q, scale, sum, isum)"""
+    """quant_i8 of rows: (q, scale, sum, isum, half)"""
     n_tokens, n_cols = x.shape
     n_blocks = n_cols // 32
     q, scale = np.empty((n_tokens, n_cols), np.int8), np.empty((n_tokens, n_blocks), F32)
-    total, isum = np.empty_like(scale), np.empty((n_tokens, n_blocks), np.int32)
+    total, (isum, half) = np.empty_like(scale), np.empty((2, n_tokens, n_blocks), np.int32)
     for t in range(n_tokens):
-        outputs = [address(part[t]) for part in (q, scale, total, isum)]
+        outputs = [address(part[t]) for part in (q, scale, total, isum, half)]
         kernels.quant_i8("scalar", *outputs, address(x[t]), n_cols)
-    return q, scale, total, isum
+    return q, scale, total, isum, half
 
 
+def quantise_wide(x):
+    """quant_i12 of rows: (high digits, low digits, scale, isum, half)"""
+    n_tokens, n_cols = x.shape
+    n_blocks = n_cols // 32
+    q, low = np.empty((2, n_tokens, n_cols), np.int8)
+    scale, (isum, half) = np.empty((n_tokens, n_blocks), F32), np.empty((2, n_tokens, n_blocks), np.int32)
+    for t in range(n_tokens):
+        outputs = [address(part[t]) for part in (q, low, scale, isum, half)]
+        kernels.quant_i12("scalar", *outputs, address(x[t]), n_cols)
+    return q, low, scale, isum, half
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["int8", "int12"])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
-def test_gemm_of_blocks_is_the_product_of_what_they_stand_for(rng, type_name, add):
-    n_rows, n_cols, n_tokens = 48, 128, 5
+def test_gemm_of_blocks_is_the_product_of_what_they_stand_for(rng, type_name, add, wide):
+    n_rows, n_cols, n_tokens = 48, 320, 5
     raw = gguf_blocks(rng, type_name, n_rows, n_cols)
     data, scales = pack(type_name, raw)
-    q, scale, total, isum = quantise(rng.standard_normal((n_tokens, n_cols)).astype(F32))
-    x = q.astype(np.float64) * np.repeat(scale, 32, axis=1)
+    x, low, total = rng.standard_normal((n_tokens, n_cols)).astype(F32), None, None
+    if wide:
+        q, low, scale, isum, half = quantise_wide(x)
+        x = (16.0 * q + low) * np.repeat(scale[:, :2], 256, axis=1)[:, :n_cols]
+    else:
+        q, scale, total, isum, half = quantise(x)
+        x = q.astype(np.float64) * np.repeat(scale, 32, axis=1)
     w = gguf.quants.dequantize(raw.reshape(n_rows, -1), gguf.GGMLQuantizationType[type_name]).astype(np.float64)
     before = rng.standard_normal((n_tokens, 32)).astype(F32)
     out = before.copy()
     kernels.gemm("scalar", type_name, address(out), address(data), address(scales), n_cols, 3, 0, 0, address(q), n_cols,
-                 address(scale), address(total), address(isum), n_cols // 32, 1, 2, 1, n_tokens - 1, 32, add)
+                 address(scale), address(total), address(isum), address(half), n_cols // 32, 1, 2, 1, n_tokens - 1, 32,
+                 add, low=address(low))
     exact = x[1:] @ w[16:].T + add * before[: n_tokens - 1]
     assert_close(out[:-1], exact, np.abs(x[1:]) @ (np.abs(w[16:]) + 1.5).T + np.abs(before[:-1]), 3 * n_cols // 32 + 8)
     assert np.array_equal(out[-1], before[-1])
@@ -142,7 +161,7 @@ def test_gemm_of_floats_is_the_product(rng, type_name):
     x = rng.standard_normal((n_tokens, n_cols)).astype(F32)
     out = np.full((n_tokens, 32), np.nan, F32)
     kernels.gemm("scalar", type_name, address(out), address(data), 0, n_cols, 2, address(x), n_cols, 0, 0, 0, 0, 0, 0,
-                 0, 2, 0, n_tokens, 32, False)
+                 0, 0, 2, 0, n_tokens, 32, False)
     assert_close(out, x.astype(np.float64) @ w.T, np.abs(x).astype(np.float64) @ np.abs(w).T, n_cols)
 
 
@@ -150,13 +169,14 @@ def test_gemm_of_floats_is_the_product(rng, type_name):
 
 def test_quant_i8_rounds_to_the_nearest_of_255_levels(rng):
     x = rng.standard_normal((6, 64)).astype(F32)
-    q, scale, total, isum = quantise(x)
+    q, scale, total, isum, half = quantise(x)
     amax = np.abs(x.astype(np.float64).reshape(6, 2, 32)).max(axis=2)
     assert np.allclose(scale, amax / 127, rtol=2**-22, atol=0)
     levels = x.reshape(6, 2, 32) * (127 / amax)[..., None]
     assert np.all(np.abs(q.reshape(6, 2, 32) - levels) <= 0.5 + 1e-4)
     assert np.abs(q).max() == 127
     assert np.array_equal(isum, q.reshape(6, 2, 32).sum(axis=2, dtype=np.int32))
+    assert np.array_equal(half, q.reshape(6, 2, 32)[..., :16].sum(axis=2, dtype=np.int32))
     assert np.array_equal(total, scale * isum.astype(F32))
 
 
@@ -171,10 +191,24 @@ def test_quant_i8_rounds_ties_to_even():
 def test_quant_i8_of_blocks_without_a_scale(special, scale):
     x = np.zeros((1, 64), F32)
     x[0, 5], x[0, 40] = special, 1
-    q, got, total, isum = quantise(x)
+    q, got, total, isum, _ = quantise(x)
     assert not q[0, :32].any() and isum[0, 0] == 0
     assert np.array_equal([got[0, 0], total[0, 0]], [scale, scale], equal_nan=True)
     assert q[0, 40] == 127  # the next block is not touched by it
+
+
+def test_quant_i12_rounds_to_the_nearest_of_4079_levels(rng):
+    x = rng.standard_normal((4, 320)).astype(F32)
+    q, low, scale, isum, half = quantise_wide(x)
+    integers = 16 * q.astype(np.int32) + low
+    assert np.abs(q.astype(np.int32)).max() <= 127 and low.min() >= -8 and low.max() <= 7
+    for columns, group in ((slice(0, 256), 0), (slice(256, 320), 1)):
+        amax = np.abs(x[:, columns].astype(np.float64)).max(axis=1, keepdims=True)
+        assert np.allclose(scale[:, [group]], amax / 2039, rtol=2**-22, atol=0)
+        assert np.all(np.abs(integers[:, columns] - x[:, columns] * (2039 / amax)) <= 0.5 + 1e-3)
+        assert np.array_equal(np.abs(integers[:, columns]).max(axis=1), [2039] * 4)
+    assert np.array_equal(isum, integers.reshape(4, 10, 32).sum(axis=2, dtype=np.int32))
+    assert np.array_equal(half, integers.reshape(4, 10, 32)[..., :16].sum(axis=2, dtype=np.int32))
 
 
 # ---- attention over page tiles ----
@@ -392,7 +426,7 @@ def test_log_is_within_two_ulp(rng):
     assert kernels.log(1.0) == 0
 
 
-@pytest.mark.parametrize("position", [0, 1, 7, 2047, 131071, 10_000_019])
+@pytest.mark.parametrize("position", [0, 1, 355, 2047, 131071, 5_419_351])  # 355, 5419351: nearly multiples of pi
 def test_rope_angles_are_within_one_ulp(position):
     half = 32
     inv_freq = 10000.0 ** (-np.arange(half) / half)
