@@ -4,6 +4,7 @@ import json
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ REPEATS = 5
 KV_FORMAT = "f16"
 PAGE_TOKENS = 16
 STEP_TOKENS = 512
+IN_CACHE = 256, 512  # rows and columns of a matrix that any processor's second level cache holds
 
 
 def run(
@@ -46,7 +48,7 @@ def run(
         if not as_json:
             print(", ".join(f"{name} {value}" for name, value in head.items() if value))
             print(f"{'batch':>6}{'prompt':>8}{'new':>6}{'prefill t/s':>13}{'decode t/s':>12}{'ttft ms':>10} spread")
-        bandwidth = read_bandwidth(llm) if with_profile else 0.0
+        limits = machine_limits(llm) if with_profile else {}
         for batch in batches:
             measure(llm, random_prompts(llm, batch, prompt_tokens, 0), gen_tokens)
             samples = [
@@ -55,7 +57,7 @@ def run(
             ]
             row = summarise(samples, batch, prompt_tokens, gen_tokens) | head
             if with_profile:
-                row["profile"] = profile(llm, batch, prompt_tokens, gen_tokens, bandwidth)
+                row["profile"] = profile(llm, batch, prompt_tokens, gen_tokens) | limits
             print(json.dumps(row) if as_json else text_row(row), flush=True)
 
 
@@ -69,13 +71,17 @@ def text_row(row: dict[str, Any]) -> str:
     ]
     if "profile" in row:
         found = row["profile"]
+        reads, memory = found["decode_bytes_per_s"], found["read_bandwidth"]
         for phase in ("prefill", "decode"):
+            macs, peak = found[f"{phase}_macs_per_s"], found["kernel_macs_per_s"]
             lines.append(f"{phase:>14}: " + ", ".join(f"{name} {share:.1%}" for name, share in found[phase].items()))
-            lines.append(f"{'':16}{found[f'{phase}_macs_per_s'] / 1e9:.1f} GMAC/s in matrices")
-        of = found["decode_bytes_per_s"] / found["read_bandwidth"]
+            lines.append(
+                f"{'':16}{macs / 1e9:.1f} GMAC/s in matrices, {macs / peak:.0%} of the {peak / 1e9:.1f} "
+                f"that the {found['kernel_type']} kernel reaches in cache"
+            )
         lines.append(
-            f"{'':16}{found['decode_bytes_per_s'] / 1e9:.1f} GB/s of weights, {of:.0%} of the "
-            f"{found['read_bandwidth'] / 1e9:.1f} GB/s memory was measured to deliver"
+            f"{'':16}{reads / 1e9:.1f} GB/s of weights, {reads / memory:.0%} of the {memory / 1e9:.1f} "
+            "that memory was measured to deliver"
         )
     return "\n".join(lines)
 
@@ -162,12 +168,11 @@ def random_prompts(llm: "LLM", batch: int, n_tokens: int, seed: int) -> list[dic
     return [{"prompt_token_ids": draw.choices(ordinary, k=n_tokens)} for _ in range(batch)]
 
 
-def profile(llm: "LLM", batch: int, prompt_tokens: int, gen_tokens: int, bandwidth: float) -> dict[str, Any]:
-    """Where the time of a forward step goes, and how far it is from what memory can deliver.
+def profile(llm: "LLM", batch: int, prompt_tokens: int, gen_tokens: int) -> dict[str, Any]:
+    """Where the time of the forward steps goes, and how much they read and compute.
 
     prefill, decode           share of each operation in the time of the phase, largest first
     decode_bytes_per_s        bytes of weights read a second: every step reads all of them once
-    read_bandwidth            what `probe.read_bandwidth` measured
     prefill_macs_per_s, decode_macs_per_s    multiply-accumulates of matrix products, attention not counted
     """
     forward = llm.model.forward
@@ -186,7 +191,6 @@ def profile(llm: "LLM", batch: int, prompt_tokens: int, gen_tokens: int, bandwid
         "prefill": _shares(prefill),
         "decode": _shares(decode),
         "decode_bytes_per_s": round(gen_tokens * forward.nbytes / decode_s),
-        "read_bandwidth": round(bandwidth),
         "prefill_macs_per_s": round(batch * (prompt_tokens * layers + head) / prefill_s),
         "decode_macs_per_s": round(batch * gen_tokens * (layers + head) / decode_s),
     }
@@ -202,11 +206,31 @@ def macs_per_token(config: "ModelConfig") -> tuple[int, int]:
     )
 
 
-def read_bandwidth(llm: "LLM") -> float:
-    """Bytes a second that the model's threads read from memory."""
-    from pagedkv.core.probe import read_bandwidth
+def machine_limits(llm: "LLM") -> dict[str, Any]:
+    """What the model's threads reach when nothing else holds them up.
 
-    return read_bandwidth(llm.model.forward.pool)
+    read_bandwidth            bytes a second read from memory
+    kernel_macs_per_s         multiply-accumulates a second of the matrix kernel on weights in its cache, of the type
+                              most of the model's bytes have, kernel_type
+    """
+    from pagedkv.core.matmul import PackedMatrix
+    from pagedkv.core.probe import kernel_macs, read_bandwidth
+    from pagedkv.models.gguf import TENSOR_TYPES, GGUFFile
+
+    n_bytes: Counter[str] = Counter()
+    with GGUFFile(llm.model.path) as file:
+        for tensor in file.tensors.values():
+            n_bytes[tensor.type_name] += tensor.n_bytes
+    kind = n_bytes.most_common(1)[0][0]
+    block, block_bytes = next((block, size) for name, block, size in TENSOR_TYPES.values() if name == kind)
+    rows, columns = IN_CACHE
+    pool = llm.model.forward.pool
+    weights = PackedMatrix.pack(pool, kind, bytes(rows * columns // block * block_bytes), rows, columns)
+    return {
+        "read_bandwidth": round(read_bandwidth(pool)),
+        "kernel_macs_per_s": round(kernel_macs(pool, weights)),
+        "kernel_type": kind,
+    }
 
 
 def _shares(seconds: dict[str, float]) -> dict[str, float]:

@@ -33,6 +33,7 @@ def test_profile_shares_add_up(pagedkv_command, smollm2_path):
         shares = row["profile"][phase]
         assert sum(shares.values()) == pytest.approx(1, abs=0.01) and "attention" in shares
         assert list(shares.values()) == sorted(shares.values(), reverse=True)
+    assert row["profile"]["kernel_type"] == "Q4_1" and row["profile"]["kernel_macs_per_s"] > 0
     text = pagedkv_command(*options.split()).stdout
     assert re.search(r"attention \d+\.\d%", text) and "GMAC/s" in text and "GB/s of weights" in text
 
