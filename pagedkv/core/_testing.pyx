@@ -159,6 +159,19 @@ def time_append_truncate(Sequence seq, int64_t n):
     return start
 
 
+def time_append_free(Sequence seq, int64_t n_pages, int64_t n):
+    """n times: append n_pages pages to an empty sequence, free it."""
+    cdef double start
+    cdef int64_t k
+    with nogil:
+        start = now()
+        for k in range(n):
+            pkv_seq_append_pages(seq.ptr, n_pages)
+            pkv_seq_free(seq.ptr)
+        start = now() - start
+    return start
+
+
 def time_share_release(Sequence source, Sequence target, int64_t n):
     """n times: share every page of source into the empty target, release them."""
     cdef double start

@@ -99,9 +99,13 @@ cdef inline int64_t enter(pkv_arena *a) noexcept nogil:
     return -PKV_TAMPER
 
 
+cdef inline bint seq_canaries_hold(const pkv_seq *s) noexcept nogil:
+    return s != NULL and s.canary_pre == PKV_SEQ_CANARY_PRE and s.canary_post == PKV_SEQ_CANARY_POST
+
+
 cdef inline int64_t enter_seq(pkv_seq *s) noexcept nogil:
     """The same for a sequence: its arena's lock is held when 0 is returned."""
-    if s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
+    if not seq_canaries_hold(s):
         return -PKV_TAMPER
     if enter(s.arena):
         return -PKV_TAMPER

@@ -8,7 +8,7 @@ Page states and the one function that performs each transition (the checker mirr
     CACHED   0         1        LRU list    findable through the prefix index, evictable
 
     (uncommitted) -> FREE     pkv_held_grow    pool creation, reserve, or a take that finds the free list empty
-    FREE     -> IN_USE        pkv_held_take    refcount 1
+    FREE     -> IN_USE        pkv_held_take    refcount 1 (take_free: several)
     IN_USE   -> IN_USE        share, drop      refcount +1, -1
     IN_USE   -> FREE          pkv_held_drop    the last holder leaves and the prefix index does not know the page
     IN_USE   -> CACHED        pkv_held_drop    the last holder leaves and the prefix index knows it
@@ -62,27 +62,49 @@ cdef int64_t pkv_held_can_take(pkv_arena *a, int64_t n) noexcept nogil:
     return pkv_held_grow(a, min(max(step, a.growth_pages), a.max_pages - a.n_pages)) if step else 0
 
 
+cdef int64_t pkv_held_take_free(pkv_arena *a, int64_t n, uint32_t *out) noexcept nogil:
+    """Take n pages, refcount 1, from the free list, which has that many: 0, or TAMPER with some already taken."""
+    cdef uint32_t head = free_head(a)
+    cdef uint32_t before = head
+    cdef uint32_t i = decode(a, head, a.pages[head].next)
+    cdef uint32_t following
+    cdef int64_t visible = a.page_bytes + (8 if a.flags & PKV_ARENA_GUARD else 0)
+    cdef int64_t k
+    cdef pkv_page *page
+    for k in range(n):
+        page = a.pages + i
+        if i >= a.n_pages or page.state != PKV_PAGE_FREE or page.refcount or decode(a, i, page.prev) != before:
+            return poison(a, PKV_FAULT_LINK, <int64_t>i if i < a.n_pages else -1)
+        following = decode(a, i, page.next)
+        link_to_itself(a, i)
+        page.state = PKV_PAGE_IN_USE
+        page.refcount = 1
+        pkv_show(page_at(a, i), visible)
+        write_guard(a, i)
+        out[k] = before = i
+        i = following
+    if i > head or decode(a, i, a.pages[i].prev) != before:
+        return poison(a, PKV_FAULT_LINK, <int64_t>before if before != head else -1)
+    a.pages[head].next = encode(a, head, i)
+    a.pages[i].prev = encode(a, i, head)
+    a.n_free -= n
+    a.n_in_use += n
+    a.num_allocated += n
+    return 0
+
+
 cdef int64_t pkv_held_take(pkv_arena *a) noexcept nogil:
     """A page with refcount 1 that no table holds yet; POOL_EXHAUSTED with nothing changed."""
-    cdef uint32_t i
-    cdef int64_t status
+    cdef uint32_t page
+    cdef int64_t status = 0
     if a.n_free == 0:
         status = pkv_held_grow(a, min(a.growth_pages, a.max_pages - a.n_pages))
         if status == -PKV_POOL_EXHAUSTED and a.n_cached and a.evict != NULL:
             status = a.evict(a)
         if status < 0:
             return status
-    i = decode(a, free_head(a), a.pages[free_head(a)].next)
-    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_FREE or a.pages[i].refcount or not unlink(a, i):
-        return poison(a, PKV_FAULT_LINK, <int64_t>i if i < a.n_pages else -1)
-    a.pages[i].state = PKV_PAGE_IN_USE
-    a.pages[i].refcount = 1
-    a.n_free -= 1
-    a.n_in_use += 1
-    a.num_allocated += 1
-    pkv_show(page_at(a, i), a.page_bytes if not a.flags & PKV_ARENA_GUARD else a.page_bytes + 8)
-    write_guard(a, i)
-    return i
+    status = pkv_held_take_free(a, 1, &page)
+    return status if status else <int64_t>page
 
 
 cdef int64_t pkv_held_drop(pkv_arena *a, uint32_t i, uint32_t *cursor) noexcept nogil:
@@ -114,6 +136,49 @@ cdef int64_t pkv_held_drop(pkv_arena *a, uint32_t i, uint32_t *cursor) noexcept 
     page.refcount = 0
     a.n_in_use -= 1
     return 0
+
+
+cdef int64_t pkv_held_drop_last(pkv_arena *a, const uint32_t *table, int64_t used, int64_t kept) noexcept nogil:
+    """Drop the entries [kept, used) of a table, last first: how many entries are left, or TAMPER.
+
+    The pages that become free go to the front of the free list in that order, linked to each other first and to the
+    rest of the list once, at the end.
+    """
+    cdef pkv_page *pages = a.pages
+    cdef uint32_t head = free_head(a)
+    cdef uint32_t after = decode(a, head, a.pages[head].next)
+    cdef uint32_t cursor = head
+    cdef uint32_t unused = head
+    cdef uint32_t n_pages = <uint32_t>a.n_pages
+    cdef int64_t n_freed = 0
+    cdef uint32_t i
+    cdef pkv_page *page
+    if after > lru_head(a) or decode(a, after, a.pages[after].prev) != head:
+        return poison(a, PKV_FAULT_LINK, -1)
+    while used > kept:
+        used -= 1
+        i = table[used]
+        if i >= n_pages:
+            return poison(a, PKV_FAULT_PAGE, i)
+        page = pages + i
+        if page.refcount > 1:
+            page.refcount -= 1
+        elif page.refcount and page.state == PKV_PAGE_IN_USE and not page.indexed and guard_holds(a, i):
+            page.refcount = 0
+            page.state = PKV_PAGE_FREE
+            pages[cursor].next = encode(a, cursor, i)
+            page.prev = encode(a, i, cursor)
+            cursor = i
+            n_freed += 1
+            pkv_hide(page_at(a, i), a.page_stride)
+        elif pkv_held_drop(a, i, &unused):
+            return -PKV_TAMPER
+    if n_freed:
+        pages[cursor].next = encode(a, cursor, after)
+        pages[after].prev = encode(a, after, cursor)
+        a.n_free += n_freed
+        a.n_in_use -= n_freed
+    return used
 
 
 cdef int64_t pkv_held_uncache(pkv_arena *a, uint32_t i) noexcept nogil:

@@ -36,7 +36,7 @@ cdef inline int64_t enter_both(pkv_prefix *p, pkv_seq *s) noexcept nogil:
     """The same for the index and a sequence, which must be of the same arena, else BAD_INPUT."""
     if p == NULL or p.canary_pre != PKV_PREFIX_CANARY_PRE or p.canary_post != PKV_PREFIX_CANARY_POST:
         return -PKV_TAMPER
-    if s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
+    if not seq_canaries_hold(s):
         return -PKV_TAMPER
     return enter_seq(s) if s.arena == p.arena else -PKV_BAD_INPUT
 

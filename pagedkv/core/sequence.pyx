@@ -12,7 +12,7 @@ from libc.string cimport memcpy
 from pagedkv.core.arena cimport *
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
-from pagedkv.core.pages cimport pkv_held_can_take, pkv_held_drop, pkv_held_take
+from pagedkv.core.pages cimport pkv_held_can_take, pkv_held_drop, pkv_held_drop_last, pkv_held_take, pkv_held_take_free
 from pagedkv.core.structs cimport *
 
 
@@ -67,11 +67,11 @@ cdef int64_t pkv_seq_new(pkv_seq **out, pkv_arena *arena, int64_t seq_id, int64_
 cdef int64_t pkv_seq_destroy(pkv_seq *s) noexcept nogil:
     """Free the pages and release the struct, also after its arena was closed, poisoned or destroyed.
 
-    A struct whose canaries do not hold, or whose neighbours on the arena's list do not know it, is left alone: TAMPER. No
-    other thread may be using the sequence.
+    A struct whose canaries do not hold, or whose neighbours on the arena's list do not know it, is left alone: TAMPER.
+    No other thread may be using the sequence.
     """
     cdef pkv_arena *a
-    if s == NULL or s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
+    if not seq_canaries_hold(s):
         return -PKV_TAMPER
     pkv_seq_free(s)
     a = s.arena
@@ -116,12 +116,20 @@ cdef int64_t pkv_seq_n_pages(pkv_seq *s) noexcept nogil:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 cdef int64_t append(pkv_seq *s, int64_t n) noexcept nogil:
+    """n pages more, all or none: a page index (of the last one when n is 1), or a negated verdict."""
     cdef pkv_arena *a = s.arena
     cdef int64_t page = 0
+    cdef int64_t at_once
     if n > s.max_pages - s.n_pages_used:
         return -PKV_SEQ_FULL
     if n > 1:
         page = pkv_held_can_take(a, n)
+        at_once = min(n, a.n_free)
+        if page == 0 and at_once:
+            page = pkv_held_take_free(a, at_once, s.page_indices + s.n_pages_used)
+            if page == 0:
+                s.n_pages_used += at_once
+                n -= at_once
     while n > 0 and page >= 0:
         page = pkv_held_take(a)
         if page >= 0:
@@ -165,9 +173,8 @@ cdef int64_t pkv_seq_share_page(pkv_seq *s, int64_t i) noexcept nogil:
 
 cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) noexcept nogil:
     """Put n held pages at the end of the table, all or none: 0, or SEQ_FULL, BAD_INPUT, NOT_FOUND, TAMPER."""
-    cdef pkv_arena *a
     cdef pkv_page *meta
-    cdef uint32_t *table
+    cdef uint32_t n_pages, i, refcount
     cdef int64_t k = 0
     cdef int64_t result
     if n < 0:
@@ -175,30 +182,30 @@ cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) n
     result = enter_seq(s)
     if result:
         return result
-    a = s.arena
-    meta = a.pages
-    table = s.page_indices + s.n_pages_used
     if n > s.max_pages - s.n_pages_used:
-        result = -PKV_SEQ_FULL
-    else:
-        while k < n:
-            if pages[k] >= a.n_pages:
-                result = -PKV_BAD_INPUT
-                break
-            # 0 wraps around, so one comparison refuses a page nobody holds and one that cannot be counted any higher.
-            if meta[pages[k]].refcount - <uint32_t>1 >= <uint32_t>0xFFFFFFFE:
-                result = -PKV_BAD_INPUT if meta[pages[k]].refcount else -PKV_NOT_FOUND
-                break
-            meta[pages[k]].refcount += 1
-            table[k] = pages[k]
-            k += 1
-        if result == 0:
-            s.n_pages_used += n
-        else:
-            while k > 0:
-                k -= 1
-                meta[pages[k]].refcount -= 1
-    unlock(a)
+        unlock(s.arena)
+        return -PKV_SEQ_FULL
+    meta = s.arena.pages
+    n_pages = <uint32_t>s.arena.n_pages
+    while k < n:
+        i = pages[k]
+        if i >= n_pages:
+            result = -PKV_BAD_INPUT
+            break
+        refcount = meta[i].refcount
+        # 0 wraps around, so one comparison refuses a page nobody holds and one that cannot be counted any higher.
+        if refcount - <uint32_t>1 >= <uint32_t>0xFFFFFFFE:
+            result = -PKV_BAD_INPUT if refcount else -PKV_NOT_FOUND
+            break
+        meta[i].refcount = refcount + 1
+        k += 1
+    if result == 0:
+        memcpy(s.page_indices + s.n_pages_used, pages, n * sizeof(uint32_t))
+        s.n_pages_used += n
+    while result and k > 0:
+        k -= 1
+        meta[pages[k]].refcount -= 1
+    unlock(s.arena)
     return result
 
 
@@ -306,42 +313,29 @@ cdef int64_t pkv_seq_write_page(pkv_seq *s, int64_t i) noexcept nogil:
 
 cdef int64_t pkv_seq_truncate_pages(pkv_seq *s, int64_t n) noexcept nogil:
     """Keep the first n table entries and drop the rest, last first; BAD_INPUT when n is not in [0, n_pages], TAMPER."""
-    cdef pkv_arena *a
-    cdef uint32_t cursor, page
-    cdef int64_t used
     cdef int64_t result = enter_seq(s)
     if result:
         return result
-    a = s.arena
-    used = s.n_pages_used
-    if not 0 <= n <= used:
+    if not 0 <= n <= s.n_pages_used:
         result = -PKV_BAD_INPUT
     else:
-        cursor = free_head(a)
-        while used > n and result == 0:
-            page = s.page_indices[used - 1]
-            if holdable(a, page) and a.pages[page].refcount > 1:
-                a.pages[page].refcount -= 1
-            else:
-                result = pkv_held_drop(a, page, &cursor)
-            used -= 1
-        s.n_pages_used = used
-    unlock(a)
+        result = pkv_held_drop_last(s.arena, s.page_indices, s.n_pages_used, n)
+        if result == n:
+            s.n_pages_used = n
+            result = 0
+    unlock(s.arena)
     return result
 
 
 cdef int64_t pkv_seq_free(pkv_seq *s) noexcept nogil:
     """Drop all pages, last first. Idempotent, and OK after the arena was closed, which freed them; TAMPER."""
-    cdef int64_t result
-    if (s != NULL and s.canary_pre == PKV_SEQ_CANARY_PRE and s.canary_post == PKV_SEQ_CANARY_POST
-            and s.arena != NULL and canaries_hold(s.arena)):
+    cdef int64_t result = pkv_seq_truncate_pages(s, 0)
+    if result == -PKV_TAMPER and seq_canaries_hold(s) and s.arena != NULL and canaries_hold(s.arena):
         lock(s.arena)
         if s.arena.fault == PKV_FAULT_CLOSED:
             s.n_pages_used = 0
-            unlock(s.arena)
-            return 0
+            result = 0
         unlock(s.arena)
-    result = pkv_seq_truncate_pages(s, 0)
     if result == 0:
         s.n_tokens = 0
     return result

@@ -1,0 +1,132 @@
+"""Micro-benchmarks of the page arena: one JSON object a line, with all samples.
+
+    python bench/micro_arena.py [--samples 15] [--operations 10000000]
+
+`from C` rows run a C loop over the C functions; `from Python` rows run a Python loop over the methods and include the
+loop. The peer is bench/block_pool.py: the algorithm of vLLM's BlockPool in pure Python, which is what an engine written
+in Python pays. Its bias: the peer is timed without the rest of its engine, and neither takes locks nor checks itself.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from block_pool import BlockPool
+
+from pagedkv import Arena
+from pagedkv.core import _testing
+from pagedkv.version import build, commit
+
+
+def cpu():
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "CPU part")):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def timed(function, n):
+    start = time.perf_counter()
+    function(n)
+    return time.perf_counter() - start
+
+
+def rows(samples, n_operations):
+    """(name, unit, samples, bound or None) of each benchmark."""
+    repeat = range(samples)
+    arena = Arena(4096, 64)
+    seq, prefix, other = arena.sequence(), arena.sequence(max_pages=1000), arena.sequence(max_pages=1000)
+    prefix.append_pages(1000)
+    quarter = arena.sequence(max_pages=512)
+    peer = BlockPool(4096)
+    peer_prefix = peer.take(1000)
+
+    def append_truncate(n):
+        append, truncate = seq.append_page, seq.truncate_pages
+        for _ in range(n):
+            append()
+            truncate(0)
+
+    def snapshot(n):
+        for _ in range(n):
+            quarter.snapshot()
+
+    def peer_take_free(n):
+        take, free = peer.take, peer.free
+        for _ in range(n):
+            free(take(1))
+
+    def peer_take_free_250(n):
+        take, free = peer.take, peer.free
+        for _ in range(n):
+            free(take(250))
+
+    def peer_share_free(n):
+        for _ in range(n):
+            peer.share(peer_prefix)
+            peer.free(peer_prefix)
+
+    n = 200_000
+    yield "allocate + free a page, from C", "ns", [_testing.time_append_truncate(seq, n) / n * 1e9 for _ in repeat], 40
+    yield "allocate + free a page, from Python", "ns", [timed(append_truncate, n) / n * 1e9 for _ in repeat], 150
+    yield "allocate + free a block, peer", "ns", [timed(peer_take_free, 20_000) / 20_000 * 1e9 for _ in repeat], None
+    n = 2000
+    batch = [_testing.time_append_free(quarter, 250, n) / n * 1e6 for _ in repeat]
+    yield "allocate + free 250 pages, from C", "us", batch, None
+    yield "allocate + free 250 blocks, peer", "us", [timed(peer_take_free_250, 200) / 200 * 1e6 for _ in repeat], None
+    shared = [_testing.time_share_release(prefix, other, n) / n * 1e6 for _ in repeat]
+    yield "share + release 1,000 pages, from C", "us", shared, 5
+    yield "share + release 1,000 blocks, peer", "us", [timed(peer_share_free, 50) / 50 * 1e6 for _ in repeat], None
+    quarter.append_pages(250)
+    yield "snapshot 250 pages, from C", "us", [_testing.time_snapshot(quarter, n) / n * 1e6 for _ in repeat], 20
+    yield "snapshot 250 pages, from Python", "us", [timed(snapshot, n) / n * 1e6 for _ in repeat], 20
+
+    pool = Arena(512, 4096, guard=True)
+    _testing.random_operations(pool, 32, n_operations // 10, 1)
+    before = resident_bytes()
+    seconds, _ = _testing.random_operations(pool, 32, n_operations, 2)
+    grown = resident_bytes() - before
+    if pool.check(3):
+        sys.exit("the arena is damaged")
+    yield f"random operation, mean of {n_operations:,}", "ns", [seconds / n_operations * 1e9], None
+    yield f"resident memory grown in {n_operations:,} random operations", "bytes", [grown], 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--operations", type=int, default=10_000_000)
+    options = parser.parse_args()
+    machine = {"cpu": cpu(), "threads": 1, "flags": build()["flags"], "python": platform.python_version()}
+    medians = {}
+    for name, unit, samples, bound in rows(options.samples, options.operations):
+        medians[name] = statistics.median(samples)
+        row = {
+            "benchmark": name,
+            "unit": unit,
+            "median": medians[name],
+            "spread": (max(samples) - min(samples)) / medians[name] if medians[name] else 0,
+            "bound": bound,
+            "samples": samples,
+        }
+        print(json.dumps({**row, **machine, "commit": commit()}), flush=True)
+    for ours, peers in (
+        ("allocate + free a page, from C", "allocate + free a block, peer"),
+        ("allocate + free a page, from Python", "allocate + free a block, peer"),
+        ("allocate + free 250 pages, from C", "allocate + free 250 blocks, peer"),
+        ("share + release 1,000 pages, from C", "share + release 1,000 blocks, peer"),
+    ):
+        ratio = medians[peers] / medians[ours]
+        print(json.dumps({"ratio": f"{peers} / {ours}", "value": ratio, **machine}))
+
+
+if __name__ == "__main__":
+    main()
