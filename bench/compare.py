@@ -20,8 +20,7 @@ import results
 
 from pagedkv.core.cpus import default_threads
 from pagedkv.models.catalogue import resolve
-from pagedkv.models.gguf import GGUFFile
-from pagedkv.models.tokenizer import Tokenizer
+from pagedkv.models.source import open_model
 
 ENGINES = ("pagedkv", "llama.cpp", "llama.cpp-fa", "openvino")
 WORKER = Path(__file__).parent / "engines" / "worker.py"
@@ -100,8 +99,8 @@ class Worker:
 
 def random_prompts(model: Path, batch: int, n_tokens: int, seed: int) -> list[list[int]]:
     """Prompts of random ordinary tokens of the model's vocabulary, all different."""
-    with GGUFFile(model) as file:
-        tokenizer = Tokenizer(file.metadata)
+    with open_model(model) as opened:
+        tokenizer = opened.tokenizer
     ordinary = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
     draw = random.Random(seed)
     return [draw.choices(ordinary, k=n_tokens) for _ in range(batch)]

@@ -55,6 +55,19 @@ def test_commands_exist():
     assert named and named <= set(cli.commands)
 
 
+def test_the_table_names_what_there_is():
+    from pagedkv.core.forward import ACTIVATIONS
+    from pagedkv.core.kvcache import FORMATS
+    from pagedkv.core.matmul import WEIGHT_TYPES
+    from pagedkv.models.architectures import ARCHITECTURES
+
+    table = re.findall(r"^\| (\w[\w ]*) \| (.*) \|$", README, re.MULTILINE)
+    rows = {name: set(re.findall(r"\w+", text)) for name, text in table}
+    assert rows["architectures"] - {"and", "mistral"} == set(ARCHITECTURES)
+    assert rows["weights"] == set(WEIGHT_TYPES) and rows["KV pages"] == set(FORMATS)
+    assert set(ACTIVATIONS) <= rows["activations"]
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     first, tests = blocks("sh")[0].strip(), blocks("sh")[1].strip()
     assert "pip install . && pagedkv generate --prompt" in first

@@ -215,11 +215,12 @@ def machine_limits(llm: "LLM") -> dict[str, Any]:
     """
     from pagedkv.core.matmul import PackedMatrix
     from pagedkv.core.probe import kernel_macs, read_bandwidth
-    from pagedkv.models.gguf import TENSOR_TYPES, GGUFFile
+    from pagedkv.models.gguf import TENSOR_TYPES
+    from pagedkv.models.source import open_model
 
     n_bytes: Counter[str] = Counter()
-    with GGUFFile(llm.model.path) as file:
-        for tensor in file.tensors.values():
+    with open_model(llm.model.path) as opened:
+        for tensor in opened.tensors.tensors.values():
             n_bytes[tensor.type_name] += tensor.n_bytes
     kind = n_bytes.most_common(1)[0][0]
     block, block_bytes = next((block, size) for name, block, size in TENSOR_TYPES.values() if name == kind)

@@ -114,6 +114,7 @@ def test_info_of_the_real_model(pagedkv_command, smollm2_path):
     result = pagedkv_command("info", "smollm2-135m-instruct")
     assert result.returncode == 0 and result.stderr == ""
     found = lines_of(result.stdout)
+    assert found["rotary embedding"] == "64 values, base 100000" and found["windows"] == "none"
     assert found["architecture"] == "llama" and found["layers"] == "30" and found["hidden size"] == "576"
     assert found["attention"] == "9 heads over 3 KV heads of 64" and found["context"] == "8,192 tokens"
     assert found["parameters"] == "134,515,008" and "smollm" in found["tokenizer"] and found["chat template"] == "yes"
@@ -121,6 +122,22 @@ def test_info_of_the_real_model(pagedkv_command, smollm2_path):
     # 1000 tokens * 30 layers * 3 heads * 2 (K, V) * 64 values * 2 bytes
     assert "22.0 MiB as f16" in found["KV per 1,000 tokens"] and "43.9 MiB as f32" in found["KV per 1,000 tokens"]
     assert found["memory of weights"] == "92.1 MiB"
+
+
+def test_info_tells_windows_and_every_rotation(pagedkv_command, gemma3_path):
+    found = lines_of(pagedkv_command("info", gemma3_path).stdout)
+    assert found["windows"] == "15 layers see 512 tokens" and found["context"] == "32,768 tokens"
+    assert found["rotary embedding"] == "256 values, base 1e+06; 256 values, base 10000"
+    assert found["chat template"] == "no" and "Q5_0" in found["types"] and "not supported" not in found["types"]
+
+
+def test_info_names_a_type_that_cannot_be_computed(pagedkv_command, smollm2_path, tmp_path):
+    raw = bytearray(smollm2_path.read_bytes())
+    norm = b"output_norm.weight" + (1).to_bytes(4, "little") + (576).to_bytes(8, "little")
+    raw[raw.index(norm) + len(norm)] = 26
+    (tmp_path / "other.gguf").write_bytes(raw)
+    found = lines_of(pagedkv_command("info", "other.gguf").stdout)
+    assert "1 x I32 (2.2 KiB, not supported)" in found["types"]
 
 
 def test_info_of_a_catalogue_name_and_of_its_file_agree(pagedkv_command, smollm2_path):
