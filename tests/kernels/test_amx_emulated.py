@@ -1,4 +1,4 @@
-"""The AMX kernels with their tile operations replaced by plain C give the pinned bits; machines with AMX also run the real ones.
+"""The AMX kernels with their tile operations replaced by plain C give the pinned bits; machines with AMX run the real ones.
 
 Needs AVX-512 VNNI, which the rest of those kernels is written in.
 """
@@ -6,6 +6,7 @@ Needs AVX-512 VNNI, which the rest of those kernels is written in.
 import golden
 import pytest
 from native import build_hash_program, require, run_hash_program
+
 from pagedkv.core._kernels import isa_names
 
 pytestmark = pytest.mark.skipif("vnni" not in isa_names(), reason="this processor has no AVX-512 VNNI")

@@ -201,7 +201,7 @@ class TestResolve:
             resolve("gpt5")
 
     def test_directories(self, tmp_path):
-        with pytest.raises(ModelError, match="a directory without config.json, not a model"):
+        with pytest.raises(ModelError, match=r"a directory without config\.json, not a model"):
             resolve(tmp_path)
         (tmp_path / "config.json").write_text("{}")
         assert resolve(tmp_path) == tmp_path
