@@ -1,4 +1,4 @@
-"""The AMX kernels with their tile operations replaced by plain C give the pinned bits; machines with AMX run the real ones.
+"""The AMX kernels with their tile operations replaced by plain C give the pinned bits; with AMX the real ones run too.
 
 Needs AVX-512 VNNI, which the rest of those kernels is written in.
 """
