@@ -129,6 +129,32 @@ def test_diverging_holders_each_get_the_content_once():
         assert arena.check(3) == []
 
 
+def test_pages_of_one_sequence_copied_at_once():
+    """Threads diverge pages of one table together; the checker, run beside them, accounts for pages in flight."""
+    page_bytes = 1 << 20
+    arena = Arena(2 * N_THREADS, page_bytes)
+    origin = arena.sequence()
+    for i in origin.append_pages(N_THREADS):
+        arena.page(i)[:] = bytes([50 + i]) * page_bytes
+    for _ in range(60):
+        copy = origin.snapshot()
+        before = arena.stats()["num_copied"]
+
+        def work(k, copy=copy):
+            if k == N_THREADS:
+                for _ in range(50):
+                    assert arena.check(3) == []
+            else:
+                page = copy.write_page(k)
+                assert bytes(arena.page(page)) == bytes([50 + k]) * page_bytes
+
+        in_threads(work, N_THREADS + 1)
+        assert arena.stats()["num_copied"] - before == N_THREADS
+        assert sorted(copy.page_table + origin.page_table) == list(range(2 * N_THREADS))
+        copy.free()
+        assert arena.check(3) == []
+
+
 def test_one_sequence_written_and_cut_by_many():
     """Misuse that must stay harmless: several threads change the same table while pages of it are being copied."""
     arena = Arena(64, 1 << 15)

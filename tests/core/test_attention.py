@@ -194,8 +194,7 @@ def test_batches_equal_each_sequence_alone(kv_format, options):
     kv, seqs = case.cache(kv_format, threads=2)
     for q_lens in ([1] * 6, [1, 16, 1, 1, 200, 40], [1, 5, 300, 513, 1, 1]):
         alone = [
-            kv.attend(1, q[len(q) - n :], [seq], [n], **options)
-            for q, seq, n in zip(case.q, seqs, q_lens, strict=True)
+            kv.attend(1, q[len(q) - n :], [seq], [n], **options) for q, seq, n in zip(case.q, seqs, q_lens, strict=True)
         ]
         together = kv.attend(1, case.queries(q_lens), seqs, q_lens, **options)
         assert together.tobytes() == np.concatenate(alone).tobytes()

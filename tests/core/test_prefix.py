@@ -386,6 +386,17 @@ def test_equal_hashes_do_not_make_equal_pages(sound):
     assert (first.page_table, second.page_table) == (a.page_table, b.page_table)
 
 
+def test_equal_tokens_after_equal_hashes_do_not_make_equal_pages(sound):
+    """The same page after two prefixes with the same hash: only the parent tells them apart."""
+    one, two = collide()
+    arena, index = make(page_tokens=3)
+    sound(arena)
+    admit(arena, index, [*one, 7, 7, 7])
+    admit(arena, index, two)
+    assert index.lookup([*two, 7, 7, 7]) == 1
+    assert index.lookup([*one, 7, 7, 7]) == 2
+
+
 def test_two_hundred_prefixes_keep_apart(sound):
     arena, index = make(n_pages=200, page_tokens=1)
     sound(arena)
