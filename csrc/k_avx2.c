@@ -9,10 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-#define TILE static inline __attribute__((always_inline)) /* its constant arguments must reach the loops they bound */
-
-/* Keeps a running sum in its register: gcc would reassociate integer sums into trees whose terms it then spills. */
-#define IN_REGISTER(x) __asm__("" : "+x"(x))
+#include "avx2_gemm.h"
 
 /* ---- lanes ---- */
 
@@ -65,158 +62,7 @@ static inline __m256 exp8(__m256 x)
     return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), p);
 }
 
-/* ---- matmul ---- */
-
-static inline __m256 load_weight(const uint8_t *p, int64_t i, int32_t type)
-{
-    __m128i half;
-    if (type == PKV_W_F32)
-        return _mm256_load_ps((const float *)p + i);
-    half = _mm_load_si128((const __m128i *)(p + 2 * i));
-    return type == PKV_W_F16 ? _mm256_cvtph_ps(half)
-                             : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
-
-TILE void finish(float *out, __m256 acc, int add)
-{
-    _mm256_storeu_ps(out, add ? _mm256_add_ps(_mm256_loadu_ps(out), acc) : acc);
-}
-
-/* n_t tokens x n_p panels; n_t * n_p <= 4, so that eight chains hide the latency of the FMA */
-TILE void float_tile(float *out, const pkv_weight *w, const float *x, int64_t x_stride, int64_t panel, int64_t out_stride, int add,
-                     int n_t, int n_p, int32_t type)
-{
-    const uint8_t *data = w->data + panel * w->panel_bytes;
-    __m256 acc[8];
-    for (int i = 0; i < 2 * n_t * n_p; i++)
-        acc[i] = _mm256_setzero_ps();
-    for (int64_t k = 0; k < w->n_cols; k++)
-        for (int p = 0; p < n_p; p++) {
-            __m256 low = load_weight(data + p * w->panel_bytes, 16 * k, type);
-            __m256 high = load_weight(data + p * w->panel_bytes, 16 * k + 8, type);
-            for (int t = 0; t < n_t; t++) {
-                __m256 a = _mm256_broadcast_ss(x + t * x_stride + k);
-                acc[2 * (t * n_p + p)] = _mm256_fmadd_ps(low, a, acc[2 * (t * n_p + p)]);
-                acc[2 * (t * n_p + p) + 1] = _mm256_fmadd_ps(high, a, acc[2 * (t * n_p + p) + 1]);
-            }
-        }
-    for (int t = 0; t < n_t; t++)
-        for (int i = 0; i < 2 * n_p; i++)
-            finish(out + t * out_stride + 8 * i, acc[2 * t * n_p + i], add);
-}
-
-TILE void gemm_float(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                     int64_t n_tokens, int64_t out_stride, int add, int32_t type)
-{
-    const float *a = x->x + token0 * x->x_stride;
-    int64_t n_quads = n_tokens / 4 * 4, step;
-    for (int64_t p = 0; p < n_panels; p++)
-        for (int64_t t = 0; t < n_quads; t += 4)
-            float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, x->x_stride, panel0 + p, out_stride, add, 4, 1, type);
-    for (int64_t t = n_quads; t < n_tokens; t++)
-        for (int64_t p = 0; p < n_panels; p += step) {
-            step = n_panels - p >= 4 ? 4 : 1;
-            if (step == 4)
-                float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, 0, panel0 + p, out_stride, add, 1, 4, type);
-            else
-                float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, 0, panel0 + p, out_stride, add, 1, 1, type);
-        }
-}
-
-/* n_t tokens x n_h halves of a panel, n_t * n_h <= 4. Both nibbles of a line run as unsigned bytes against signed activations:
- * 8 products of pairs reach at most 8 * 2 * 15 * 127 and stay inside int16. Q8_0 splits its bytes into nibbles the same way:
- * u = 16 * high + low, and the weight is u - 128. */
-TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel, int half, int64_t token, int64_t out_stride,
-                     int add, int n_t, int n_h, int32_t type)
-{
-    const int n_lines = type == PKV_W_Q8_0 ? 8 : 4, scale_lines = type == PKV_W_Q4_1 ? 2 : 1;
-    const __m256i nibble = _mm256_set1_epi8(15);
-    const uint8_t *data = w->data + panel * w->panel_bytes + 32 * half, *scales = w->scales + panel * w->scale_bytes + 16 * half;
-    const int8_t *q = x->q + token * x->q_stride;
-    const float *x_scale = x->scale + token * x->b_stride, *x_sum = x->sum + token * x->b_stride;
-    const int32_t *x_isum = x->isum + token * x->b_stride;
-    __m256 acc[4];
-    for (int i = 0; i < n_t * n_h; i++)
-        acc[i] = _mm256_setzero_ps();
-    for (int64_t b = 0; b < w->n_cols / 32; b++, data += 64 * n_lines, scales += 32 * scale_lines, q += 32) {
-        __m256i low[4], high[4];
-        for (int i = 0; i < n_t * n_h; i++)
-            low[i] = high[i] = _mm256_setzero_si256();
-        for (int j = 0; j < n_lines; j++)
-            for (int h = 0; h < n_h; h++) {
-                __m256i v = _mm256_load_si256((const __m256i *)(data + 64 * j + 32 * h));
-                __m256i v0 = _mm256_and_si256(v, nibble), v1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
-                for (int t = 0; t < n_t; t++) {
-                    const int8_t *a = q + t * x->q_stride + 4 * j;
-                    int32_t a0, a1;
-                    memcpy(&a0, a, 4);
-                    memcpy(&a1, type == PKV_W_Q8_0 ? a : a + 16, 4);
-                    __m256i s0 = _mm256_maddubs_epi16(v0, _mm256_set1_epi32(a0));
-                    __m256i s1 = _mm256_maddubs_epi16(v1, _mm256_set1_epi32(a1));
-                    low[t * n_h + h] = _mm256_add_epi16(low[t * n_h + h], s0);
-                    IN_REGISTER(low[t * n_h + h]);
-                    if (type == PKV_W_Q8_0) {
-                        high[t * n_h + h] = _mm256_add_epi16(high[t * n_h + h], s1);
-                        IN_REGISTER(high[t * n_h + h]);
-                    } else {
-                        low[t * n_h + h] = _mm256_add_epi16(low[t * n_h + h], s1);
-                        IN_REGISTER(low[t * n_h + h]);
-                    }
-                }
-            }
-        for (int h = 0; h < n_h; h++) {
-            __m256 scale = _mm256_cvtph_ps(_mm_load_si128((const __m128i *)(scales + 16 * h))), min;
-            if (type == PKV_W_Q4_1)
-                min = _mm256_cvtph_ps(_mm_load_si128((const __m128i *)(scales + 32 + 16 * h)));
-            for (int t = 0; t < n_t; t++) {
-                int i = t * n_h + h;
-                int64_t at = t * x->b_stride + b;
-                __m256i isum = _mm256_madd_epi16(low[i], _mm256_set1_epi16(1));
-                __m256 both = _mm256_mul_ps(scale, _mm256_broadcast_ss(x_scale + at));
-                if (type == PKV_W_Q8_0)
-                    isum = _mm256_add_epi32(isum, _mm256_madd_epi16(high[i], _mm256_set1_epi16(16)));
-                if (type != PKV_W_Q4_1)
-                    isum = _mm256_sub_epi32(isum, _mm256_set1_epi32(x_isum[at] * (type == PKV_W_Q8_0 ? 128 : 8)));
-                acc[i] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(isum), acc[i]);
-                if (type == PKV_W_Q4_1)
-                    acc[i] = _mm256_fmadd_ps(min, _mm256_broadcast_ss(x_sum + at), acc[i]);
-            }
-        }
-    }
-    for (int t = 0; t < n_t; t++)
-        for (int h = 0; h < n_h; h++)
-            finish(out + t * out_stride + 8 * h, acc[t * n_h + h], add);
-}
-
-TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                      int64_t n_tokens, int64_t out_stride, int add, int32_t type)
-{
-    for (int64_t p = 0; p < n_panels; p++, out += 16) {
-        int64_t t = 0;
-        for (; t + 4 <= n_tokens; t += 4)
-            for (int h = 0; h < 2; h++)
-                block_tile(out + t * out_stride + 8 * h, w, x, panel0 + p, h, token0 + t, out_stride, add, 4, 1, type);
-        if (t + 2 <= n_tokens) {
-            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 2, 2, type);
-            t += 2;
-        }
-        if (t < n_tokens)
-            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 1, 2, type);
-    }
-}
-
-#define GEMM(name, kind, type)                                                                                                      \
-    static void gemm_##name(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,           \
-                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                        \
-    {                                                                                                                               \
-        gemm_##kind(out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, type);                                          \
-    }
-GEMM(f32, float, PKV_W_F32)
-GEMM(f16, float, PKV_W_F16)
-GEMM(bf16, float, PKV_W_BF16)
-GEMM(q4_0, blocks, PKV_W_Q4_0)
-GEMM(q4_1, blocks, PKV_W_Q4_1)
-GEMM(q8_0, blocks, PKV_W_Q8_0)
+/* ---- quantisation ---- */
 
 static inline uint32_t largest_lane(__m256i x) /* of bits without sign */
 {
@@ -225,13 +71,14 @@ static inline uint32_t largest_lane(__m256i x) /* of bits without sign */
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
 
-/* The scale of a row whose largest magnitude has these bits; *inverse is what values are multiplied by, 0 for a row of zeros. */
-static inline float row_scale(float *inverse, uint32_t largest)
+/* The scale of a row whose largest magnitude has these bits and becomes the integer top; *inverse is what values are multiplied by,
+ * 0 for a row of zeros. */
+static inline float row_scale(float *inverse, uint32_t largest, float top)
 {
     float amax;
     memcpy(&amax, &largest, 4);
-    *inverse = largest >= 0x7f800000u || amax < 0x1p-100f ? 0.0f : 127.0f / amax;
-    return largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / 127.0f);
+    *inverse = largest >= 0x7f800000u || amax < 0x1p-100f ? 0.0f : top / amax;
+    return largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / top);
 }
 
 static inline __m256i quantise8(__m256 x, float inverse)
@@ -259,7 +106,7 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
             i[k] = _mm256_castps_si256(magnitude(v[k]));
         }
         top = _mm256_max_epi32(_mm256_max_epi32(i[0], i[1]), _mm256_max_epi32(i[2], i[3]));
-        scale[b] = row_scale(&inverse, largest_lane(top));
+        scale[b] = row_scale(&inverse, largest_lane(top), 127.0f);
         for (int k = 0; k < 4; k++)
             i[k] = quantise8(v[k], inverse);
         half[b] = sum8(_mm256_add_epi32(i[0], i[1]));
@@ -267,6 +114,36 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
         sum[b] = scale[b] * (float)isum[b];
         total = _mm256_packs_epi16(_mm256_packs_epi32(i[0], i[1]), _mm256_packs_epi32(i[2], i[3]));
         _mm256_storeu_si256((__m256i *)(q + 32 * b), _mm256_permutevar8x32_epi32(total, order));
+    }
+}
+
+/* Each value is 16 * q + low. */
+static void quant_i12(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum, int32_t *restrict half,
+                      const float *restrict x, int64_t n)
+{
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int64_t start = 0; start < n; start += 256) {
+        int64_t stop = start + 256 < n ? start + 256 : n;
+        __m256i top = _mm256_setzero_si256();
+        float inverse;
+        for (int64_t i = start; i < stop; i += 8)
+            top = _mm256_max_epi32(top, _mm256_castps_si256(magnitude(_mm256_loadu_ps(x + i))));
+        scale[start / 256] = row_scale(&inverse, largest_lane(top), 2039.0f);
+        for (int64_t b = start / 32; b < stop / 32; b++) {
+            __m256i v[4], high[4], packed;
+            for (int k = 0; k < 4; k++) {
+                v[k] = quantise8(_mm256_loadu_ps(x + 32 * b + 8 * k), inverse);
+                high[k] = _mm256_srai_epi32(_mm256_add_epi32(v[k], _mm256_set1_epi32(8)), 4);
+            }
+            half[b] = sum8(_mm256_add_epi32(v[0], v[1]));
+            isum[b] = half[b] + sum8(_mm256_add_epi32(v[2], v[3]));
+            packed = _mm256_packs_epi16(_mm256_packs_epi32(high[0], high[1]), _mm256_packs_epi32(high[2], high[3]));
+            _mm256_storeu_si256((__m256i *)(q + 32 * b), _mm256_permutevar8x32_epi32(packed, order));
+            for (int k = 0; k < 4; k++)
+                v[k] = _mm256_sub_epi32(v[k], _mm256_slli_epi32(high[k], 4));
+            packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+            _mm256_storeu_si256((__m256i *)(low + 32 * b), _mm256_permutevar8x32_epi32(packed, order));
+        }
     }
 }
 
@@ -313,7 +190,7 @@ static float row_scale_of(float *inverse, const float *x, int64_t n)
     __m256i top = _mm256_setzero_si256();
     for (int64_t i = 0; i < n; i += 8)
         top = _mm256_max_epi32(top, _mm256_castps_si256(magnitude(load(x + i, n - i))));
-    return row_scale(inverse, largest_lane(top));
+    return row_scale(inverse, largest_lane(top), 127.0f);
 }
 
 static inline void quantise8_to(int8_t *q, const float *x, int64_t n, float inverse) /* q [8], zeros from n on */
@@ -627,14 +504,12 @@ static int64_t argmax(const float *restrict x, int64_t n)
 
 const pkv_kernels pkv_kernels_avx2 = {
     .name = "avx2",
-    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
-    .gemm_wide = {gemm_f32, gemm_f16, gemm_bf16, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar},
+    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0, gemm_q5_0, gemm_q5_1, gemm_q2_k, gemm_q3_k, gemm_q4_k,
+             gemm_q5_k, gemm_q6_k},
+    .gemm_wide = {gemm_f32, gemm_f16, gemm_bf16, gemm_wide_q4_0, gemm_wide_q4_1, gemm_wide_q8_0, gemm_wide_q5_0, gemm_wide_q5_1,
+                  gemm_wide_q2_k, gemm_wide_q3_k, gemm_wide_q4_k, gemm_wide_q5_k, gemm_wide_q6_k},
     .quant_i8 = quant_i8,
-    .quant_i12 = pkv_quant_i12_scalar,
+    .quant_i12 = quant_i12,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},
     .qk = {qk_f32, qk_f16, qk_int8},
