@@ -67,8 +67,25 @@ def test_json_rows_come_in_order_and_add_up(pagedkv_command, smollm2_path):
         assert list(row) == ["prompt", "text", "token_ids", "finish_reason", *counted]
         assert row["completion_tokens"] == len(row["token_ids"]) <= 5
         assert row["finish_reason"] == ("length" if row["completion_tokens"] == 5 else "stop")
-        assert row["prefill_s"] > 0 and row["decode_s"] >= 0
+        assert row["prefill_s"] > 0 and (row["decode_s"] > 0) == (row["completion_tokens"] > 1)
     assert [row["prompt_tokens"] for row in rows] == [1, 7, 7]
+
+
+def test_what_is_streamed_is_the_text(pagedkv_command, smollm2_path):
+    options = ["generate", "--prompt", "Café, naïve: 日本", "--max-tokens", 40, "--temperature", 1, "--seed", 5]
+    streamed, row = pagedkv_command(*options).stdout, json.loads(pagedkv_command(*options, "--json").stdout)
+    assert streamed == row["text"] + "\n" and row["completion_tokens"] > 1
+
+
+def test_memory_is_the_weights_and_the_pages_in_use(smollm2_path, tmp_path):
+    """Weights are held once: the peak is at most 1.15 times the file, the pages in use, and 120 MB."""
+    arguments = ["generate", "--prompt", " a" * 1000, "--max-tokens", "24", "--temperature", "0"]
+    process = command_line.start(tmp_path, *arguments, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    pages = 1024 * 30 * 3 * 2 * 64 * 2  # tokens, layers, KV heads, K and V, head_dim, bytes of f16
+    assert process.returncode == 0
+    assert usage.ru_maxrss * 1024 < 1.15 * smollm2_path.stat().st_size + pages + 120e6
 
 
 def test_options_reach_the_sampler(pagedkv_command, smollm2_path):
