@@ -1,6 +1,6 @@
 """Micro-benchmarks of the page arena: one JSON object a line, with all samples.
 
-    python bench/micro_arena.py [--samples 15] [--operations 10000000]
+    python bench/micro_arena.py [--samples 15] [--operations 10000000] [--write]
 
 `from C` rows run a C loop over the C functions; `from Python` rows run a Python loop over the methods and include the
 loop. The peer is bench/block_pool.py: the algorithm of vLLM's BlockPool in pure Python, which is what an engine written
@@ -9,24 +9,16 @@ in Python pays. Its bias: the peer is timed without the rest of its engine, and 
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
+import results
 from block_pool import BlockPool
 
 from pagedkv import Arena
 from pagedkv.core import _testing
-from pagedkv.version import build, commit
-
-
-def cpu():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("model name", "CPU part")):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def resident_bytes():
@@ -104,28 +96,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--operations", type=int, default=10_000_000)
+    parser.add_argument("--write", action="store_true", help="append to bench/results/micro_arena.jsonl")
     options = parser.parse_args()
-    machine = {"cpu": cpu(), "threads": 1, "flags": build()["flags"], "python": platform.python_version()}
-    medians = {}
+    medians, found = {}, []
     for name, unit, samples, bound in rows(options.samples, options.operations):
         medians[name] = statistics.median(samples)
-        row = {
-            "benchmark": name,
-            "unit": unit,
-            "median": medians[name],
-            "spread": (max(samples) - min(samples)) / medians[name] if medians[name] else 0,
-            "bound": bound,
-            "samples": samples,
-        }
-        print(json.dumps({**row, **machine, "commit": commit()}), flush=True)
+        found.append({"benchmark": name, "unit": unit, "bound": bound, **results.summary(samples)})
+        print(json.dumps(found[-1]), flush=True)
     for ours, peers in (
         ("allocate + free a page, from C", "allocate + free a block, peer"),
         ("allocate + free a page, from Python", "allocate + free a block, peer"),
         ("allocate + free 250 pages, from C", "allocate + free 250 blocks, peer"),
         ("share + release 1,000 pages, from C", "share + release 1,000 blocks, peer"),
     ):
-        ratio = medians[peers] / medians[ours]
-        print(json.dumps({"ratio": f"{peers} / {ours}", "value": ratio, **machine}))
+        found.append({"ratio": f"{peers} / {ours}", "value": round(medians[peers] / medians[ours], 2)})
+        print(json.dumps(found[-1]))
+    if options.write:
+        print(results.write("micro_arena", found, threads=1).name)
 
 
 if __name__ == "__main__":

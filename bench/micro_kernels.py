@@ -165,7 +165,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             found.append(row)
     if options.write:
-        print(results.write("micro_kernels", found, threads=1))
+        print(results.write("micro_kernels", found, threads=1).name)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,11 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 def write(name: str, rows: Sequence[Mapping[str, Any]], *, threads: int, directory: Path = RESULTS) -> Path:
     """Append rows to `<name>.jsonl`, each with the time, the machine and the threads; returns the file's path.
 
+    What a row says itself, such as the ISA it was measured with, stays.
     ValueError for a row in which a text is an absolute path: results are published.
     """
     head = {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "threads": threads, **machine()}
-    lines = [json.dumps({**row, **head}) for row in rows]
+    lines = [json.dumps({**row, **{name: value for name, value in head.items() if name not in row}}) for row in rows]
     for row in rows:
         for field, value in row.items():
             if isinstance(value, str) and value.startswith("/"):

@@ -32,6 +32,12 @@ def test_rows_are_appended_with_what_made_them(results, tmp_path):
         assert {"commit", "compiler", "flags", "pagedkv", "python", "system"} <= set(row)
 
 
+def test_what_a_row_says_itself_stays(results, tmp_path):
+    path = results.write("x", [{"isa": "other", "threads": 9}], threads=2, directory=tmp_path)
+    row = json.loads(path.read_text())
+    assert (row["isa"], row["threads"]) == ("other", 9) and row["cpu"]
+
+
 def test_paths_of_the_machine_are_refused(results, tmp_path):
     with pytest.raises(ValueError, match=r"model: '/home/me/x\.gguf'"):
         results.write("x", [{"model": "/home/me/x.gguf"}], threads=1, directory=tmp_path)
