@@ -38,7 +38,7 @@ isa_flags = {name: flags for name, flags in isa_flags.items() if Path("csrc", na
 
 sanitize = os.environ.get("PAGEDKV_SANITIZE", "")
 debug = bool(sanitize) or os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
-flags = [*STRICT_FLAGS, *(["-O1", "-g", "-DPAGEDKV_DEBUG=1", "-fno-omit-frame-pointer"] if debug else ["-O3", "-g0"])]
+flags = [*STRICT_FLAGS, *(["-O1", "-g", "-DPAGEDKV_DEBUG=1", "-fno-omit-frame-pointer"] if debug else ["-O2", "-g0"])]
 link_flags = []
 if sanitize:
     flags.append(f"-fsanitize={sanitize}")
@@ -48,6 +48,10 @@ if sanitize:
 class BuildExt(build_ext):
     """Adds each ISA file's own flags, warnings for our C only, and one clear line when there is no C compiler."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
     def build_extensions(self):
         compiler = self.compiler
         compile_one = compiler._compile
@@ -56,7 +60,7 @@ class BuildExt(build_ext):
             name = Path(src).name
             extra = [*extra_postargs, *isa_flags.get(name, [])]
             if Path(src).parent.name == "csrc":
-                extra += ["-Wall", "-Wextra"]
+                extra += ["-Wall", "-Wextra"] if debug else ["-Wall", "-Wextra", "-O3"]
             else:
                 extra += ["-Wno-unused-function", "-Wno-cpp"]
             compile_one(obj, src, ext, cc_args, extra, pp_opts)
