@@ -7,7 +7,8 @@ import pytest
 from pagedkv.commands import doctor
 from pagedkv.commands.info import size
 from pagedkv.core._kernels import ThreadPool
-from pagedkv.core.probe import read_bandwidth
+from pagedkv.core.matmul import PackedMatrix
+from pagedkv.core.probe import kernel_macs, read_bandwidth
 
 
 def lines_of(text):
@@ -105,6 +106,15 @@ def resident():
 def test_read_bandwidth_refuses(size, repeats, named):
     with pytest.raises(ValueError, match=named):
         read_bandwidth(ThreadPool(1), size, repeats)
+
+
+@pytest.mark.parametrize("kind, block_bytes", [("Q4_1", 20), ("Q8_0", 34), ("F32", 128)])
+def test_kernel_macs_runs_the_kernel_of_each_kind(kind, block_bytes):
+    pool = ThreadPool(2)
+    weights = PackedMatrix.pack(pool, kind, bytes(32 * 3 * block_bytes), 32, 96)
+    assert kernel_macs(pool, weights, 3, 2) > 0
+    with pytest.raises(ValueError, match="n_tokens, repeats"):
+        kernel_macs(pool, weights, 0, 1)
 
 
 # Info
