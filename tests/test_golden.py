@@ -21,6 +21,8 @@ LLAMA_CPP_KL = {
         "licence_900": 0.002683, "exact_page_multiple": 0.003073,
     },
 }  # fmt: skip
+# (activations, K/V format): largest mean divergence, in means of llama.cpp with its f16 K/V
+LIMITS = {("int8", "f16"): 1.15, ("int12", "f16"): 0.2, ("int8", "int8"): 2.0}
 FILES = {"gemma3-270m-q4_k_m": "gemma3_path", "smollm2-135m-q4_1": "smollm2_path"}
 
 
@@ -39,19 +41,20 @@ def mean_kl(listed, reference, got):
     return ((p * (reference - got)).sum(1) + np.where(rest > 1e-9, others, 0)).mean()
 
 
-@pytest.fixture(scope="module", params=sorted(FILES))
+@pytest.fixture(scope="module", params=[(name, *how) for name in sorted(FILES) for how in LIMITS], ids="-".join)
 def golden(request):
-    """(name, arrays, logits of each case)"""
-    arrays = np.load(Path(__file__).parent / "golden" / f"{request.param}.npz")
-    cases = LLAMA_CPP_KL[request.param]
+    """(name, activations, K/V format, arrays, logits of each case)"""
+    name, activations, kv_format = request.param
+    arrays = np.load(Path(__file__).parent / "golden" / f"{name}.npz")
+    cases = LLAMA_CPP_KL[name]
     assert {key.split(".")[0] for key in arrays.files} == set(cases)
-    with LLM(request.getfixturevalue(FILES[request.param])) as llm:
+    with LLM(request.getfixturevalue(FILES[name]), activations=activations, kv_format=kv_format) as llm:
         logits = {case: llm.logits(arrays[f"{case}.ids"].tolist()) for case in cases}
-    return request.param, arrays, logits
+    return *request.param, arrays, logits
 
 
-def test_mean_divergence_is_that_of_llama_cpp(golden):
-    name, arrays, logits = golden
+def test_mean_divergence_against_that_of_llama_cpp(golden):
+    name, activations, kv_format, arrays, logits = golden
     found = {
         case: mean_kl(
             arrays[f"{case}.top_ids"],
@@ -60,12 +63,15 @@ def test_mean_divergence_is_that_of_llama_cpp(golden):
         )
         for case in logits
     }
-    assert np.mean(list(found.values())) <= 1.15 * np.mean(list(LLAMA_CPP_KL[name].values())), found
+    ratio = np.mean(list(found.values())) / np.mean(list(LLAMA_CPP_KL[name].values()))
+    print(f"{name}, {activations} activations, {kv_format} K/V: {ratio:.3f} times llama.cpp's divergence")
+    assert ratio <= LIMITS[activations, kv_format], found
 
 
 def test_argmax_is_the_reference_where_it_is_sure(golden):
-    _, arrays, logits = golden
+    _, _, kv_format, arrays, logits = golden
     for case, rows in logits.items():
         sure = arrays[f"{case}.margin"] > 0.5
         assert len(rows) < 10 or sure.mean() > 0.3
-        assert np.array_equal(rows.argmax(-1)[sure], arrays[f"{case}.argmax"][sure]), case
+        wrong = int((rows.argmax(-1)[sure] != arrays[f"{case}.argmax"][sure]).sum())
+        assert wrong <= (len(rows) // 50 if kv_format == "int8" else 0), case
