@@ -9,7 +9,7 @@
 #include <math.h>
 #include <string.h>
 
-#define TILE static inline __attribute__((always_inline)) /* its constant arguments must reach the loops they bound */
+#include "neon_gemm.h"
 
 /* ---- lanes ---- */
 
@@ -68,157 +68,18 @@ static inline float32x4_t exp4(float32x4_t x)
     return vbslq_f32(vcltq_f32(x, vdupq_n_f32(-87.0f)), vdupq_n_f32(0.0f), p);
 }
 
-static inline float32x4_t widen(const uint8_t *p) /* 4 half precision numbers */
-{
-    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
-}
-
-/* ---- matmul ---- */
-
-static inline float32x4_t load_weight(const uint8_t *p, int64_t i, int32_t type)
-{
-    return type == PKV_W_F32   ? vld1q_f32((const float *)p + i)
-           : type == PKV_W_F16 ? widen(p + 2 * i)
-                               : vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p + i), 16));
-}
-
-TILE void finish(float *out, float32x4_t acc, int add) { vst1q_f32(out, add ? vaddq_f32(vld1q_f32(out), acc) : acc); }
-
-/* n_t tokens x n_p panels, n_t * n_p <= 4 */
-TILE void float_tile(float *out, const pkv_weight *w, const float *x, int64_t x_stride, int64_t panel, int64_t out_stride, int add,
-                     int n_t, int n_p, int32_t type)
-{
-    const uint8_t *data = w->data + panel * w->panel_bytes;
-    float32x4_t acc[16];
-    for (int i = 0; i < 4 * n_t * n_p; i++)
-        acc[i] = vdupq_n_f32(0.0f);
-    for (int64_t k = 0; k < w->n_cols; k++)
-        for (int i = 0; i < 4 * n_p; i++) {
-            float32x4_t v = load_weight(data + i / 4 * w->panel_bytes, 16 * k + 4 * (i % 4), type);
-            for (int t = 0; t < n_t; t++)
-                acc[4 * t * n_p + i] = vfmaq_n_f32(acc[4 * t * n_p + i], v, x[t * x_stride + k]);
-        }
-    for (int t = 0; t < n_t; t++)
-        for (int i = 0; i < 4 * n_p; i++)
-            finish(out + t * out_stride + 4 * i, acc[4 * t * n_p + i], add);
-}
-
-TILE void gemm_float(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                     int64_t n_tokens, int64_t out_stride, int add, int32_t type)
-{
-    const float *a = x->x + token0 * x->x_stride;
-    int64_t n_quads = n_tokens / 4 * 4, step;
-    for (int64_t p = 0; p < n_panels; p++)
-        for (int64_t t = 0; t < n_quads; t += 4)
-            float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, x->x_stride, panel0 + p, out_stride, add, 4, 1, type);
-    for (int64_t t = n_quads; t < n_tokens; t++)
-        for (int64_t p = 0; p < n_panels; p += step) {
-            step = n_panels - p >= 4 ? 4 : 1;
-            if (step == 4)
-                float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, 0, panel0 + p, out_stride, add, 1, 4, type);
-            else
-                float_tile(out + t * out_stride + 16 * p, w, a + t * x->x_stride, 0, panel0 + p, out_stride, add, 1, 1, type);
-        }
-}
-
-TILE int32x4_t dot_group(int32x4_t acc, int8x16_t w, int8x16_t x, int group) /* 4 rows x 4 columns times x[4*group ...] */
-{
-    switch (group) {
-    case 0: return vdotq_laneq_s32(acc, w, x, 0);
-    case 1: return vdotq_laneq_s32(acc, w, x, 1);
-    case 2: return vdotq_laneq_s32(acc, w, x, 2);
-    default: return vdotq_laneq_s32(acc, w, x, 3);
-    }
-}
-
-/* n_t tokens x n_r groups of 4 rows from row 4 * group0 of a panel, n_t * n_r <= 8 */
-TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel, int group0, int64_t token, int64_t out_stride,
-                     int add, int n_t, int n_r, int32_t type)
-{
-    const int n_lines = type == PKV_W_Q8_0 ? 8 : 4, scale_lines = type == PKV_W_Q4_1 ? 2 : 1;
-    const uint8x16_t nibble = vdupq_n_u8(15), sign = vdupq_n_u8(128);
-    const uint8_t *data = w->data + panel * w->panel_bytes + 16 * group0, *scales = w->scales + panel * w->scale_bytes + 8 * group0;
-    const int8_t *q = x->q + token * x->q_stride;
-    float32x4_t acc[8];
-    for (int i = 0; i < n_t * n_r; i++)
-        acc[i] = vdupq_n_f32(0.0f);
-    for (int64_t b = 0; b < w->n_cols / 32; b++, data += 64 * n_lines, scales += 32 * scale_lines, q += 32) {
-        int32x4_t isum[8];
-        int8x16_t a[4][2];
-        for (int t = 0; t < n_t; t++) {
-            a[t][0] = vld1q_s8(q + t * x->q_stride);
-            a[t][1] = vld1q_s8(q + t * x->q_stride + 16);
-            for (int r = 0; r < n_r; r++)
-                isum[t * n_r + r] = vdupq_n_s32(type == PKV_W_Q4_0 ? -8 * x->isum[(token + t) * x->b_stride + b] : 0);
-        }
-        for (int j = 0; j < n_lines; j++)
-            for (int r = 0; r < n_r; r++) {
-                uint8x16_t v = vld1q_u8(data + 64 * j + 16 * r);
-                for (int t = 0; t < n_t; t++) {
-                    int i = t * n_r + r;
-                    if (type == PKV_W_Q8_0)
-                        isum[i] = dot_group(isum[i], vreinterpretq_s8_u8(veorq_u8(v, sign)), a[t][j / 4], j % 4);
-                    else {
-                        isum[i] = dot_group(isum[i], vreinterpretq_s8_u8(vandq_u8(v, nibble)), a[t][0], j);
-                        isum[i] = dot_group(isum[i], vreinterpretq_s8_u8(vshrq_n_u8(v, 4)), a[t][1], j);
-                    }
-                }
-            }
-        for (int r = 0; r < n_r; r++) {
-            float32x4_t scale = widen(scales + 8 * r), min = type == PKV_W_Q4_1 ? widen(scales + 32 + 8 * r) : scale;
-            for (int t = 0; t < n_t; t++) {
-                int i = t * n_r + r;
-                int64_t at = (token + t) * x->b_stride + b;
-                acc[i] = vfmaq_f32(acc[i], vmulq_n_f32(scale, x->scale[at]), vcvtq_f32_s32(isum[i]));
-                if (type == PKV_W_Q4_1)
-                    acc[i] = vfmaq_n_f32(acc[i], min, x->sum[at]);
-            }
-        }
-    }
-    for (int t = 0; t < n_t; t++)
-        for (int r = 0; r < n_r; r++)
-            finish(out + t * out_stride + 4 * r, acc[t * n_r + r], add);
-}
-
-TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                      int64_t n_tokens, int64_t out_stride, int add, int32_t type)
-{
-    for (int64_t p = 0; p < n_panels; p++, out += 16) {
-        int64_t t = 0;
-        for (; t + 4 <= n_tokens; t += 4)
-            for (int g = 0; g < 4; g += 2)
-                block_tile(out + t * out_stride + 4 * g, w, x, panel0 + p, g, token0 + t, out_stride, add, 4, 2, type);
-        if (t + 2 <= n_tokens) {
-            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 2, 4, type);
-            t += 2;
-        }
-        if (t < n_tokens)
-            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 1, 4, type);
-    }
-}
-
-#define GEMM(name, kind, type)                                                                                                      \
-    static void gemm_##name(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,           \
-                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                        \
-    {                                                                                                                               \
-        gemm_##kind(out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, type);                                          \
-    }
-GEMM(f32, float, PKV_W_F32)
-GEMM(f16, float, PKV_W_F16)
-GEMM(bf16, float, PKV_W_BF16)
-GEMM(q4_0, blocks, PKV_W_Q4_0)
-GEMM(q4_1, blocks, PKV_W_Q4_1)
-GEMM(q8_0, blocks, PKV_W_Q8_0)
+/* ---- quantisation ---- */
 
 static inline uint32x4_t magnitude_bits(float32x4_t x) { return vreinterpretq_u32_f32(vabsq_f32(x)); }
 
-/* The scale of a row whose largest magnitude has these bits; *inverse is what values are multiplied by, 0 for a row of zeros. */
-static inline float row_scale(float *inverse, uint32_t largest)
+/* The scale of a row whose largest magnitude has these bits and becomes the integer top; *inverse is what values are multiplied by,
+ * 0 for a row of zeros. */
+static inline float row_scale(float *inverse, uint32_t largest, float top)
 {
     float amax;
     memcpy(&amax, &largest, 4);
-    *inverse = largest >= 0x7f800000u || amax < 0x1p-100f ? 0.0f : 127.0f / amax;
-    return largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / 127.0f);
+    *inverse = largest >= 0x7f800000u || amax < 0x1p-100f ? 0.0f : top / amax;
+    return largest >= 0x7f800000u ? NAN : amax < 0x1p-100f ? 0.0f : amax * (1.0f / top);
 }
 
 /* to nearest, ties to even; inverse 0 gives zeros, because this conversion turns NaN into 0 */
@@ -236,7 +97,7 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
             v[k] = vld1q_f32(x + 4 * k);
             top = vmaxq_u32(top, magnitude_bits(v[k]));
         }
-        scale[b] = row_scale(&inverse, vmaxvq_u32(top));
+        scale[b] = row_scale(&inverse, vmaxvq_u32(top), 127.0f);
         for (int k = 0; k < 8; k++) {
             i[k] = quantise4(v[k], inverse);
             total = vaddq_s32(total, i[k]);
@@ -247,6 +108,35 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
         sum[b] = scale[b] * (float)isum[b];
         for (int k = 0; k < 8; k += 2)
             vst1_s8(q + 4 * k, vmovn_s16(vcombine_s16(vmovn_s32(i[k]), vmovn_s32(i[k + 1]))));
+    }
+}
+
+/* Each value is 16 * q + low. */
+static void quant_i12(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum, int32_t *restrict half,
+                      const float *restrict x, int64_t n)
+{
+    for (int64_t start = 0; start < n; start += 256) {
+        int64_t stop = start + 256 < n ? start + 256 : n;
+        uint32x4_t top = vdupq_n_u32(0);
+        float inverse;
+        for (int64_t i = start; i < stop; i += 4)
+            top = vmaxq_u32(top, magnitude_bits(vld1q_f32(x + i)));
+        scale[start / 256] = row_scale(&inverse, vmaxvq_u32(top), 2039.0f);
+        for (int64_t b = start / 32; b < stop / 32; b++) {
+            int32x4_t total = vdupq_n_s32(0);
+            for (int k = 0; k < 32; k += 8) {
+                int16x8_t v, high;
+                int32x4_t v0 = quantise4(vld1q_f32(x + 32 * b + k), inverse), v1 = quantise4(vld1q_f32(x + 32 * b + k + 4), inverse);
+                total = vaddq_s32(total, vaddq_s32(v0, v1));
+                v = vcombine_s16(vmovn_s32(v0), vmovn_s32(v1));
+                high = vshrq_n_s16(vaddq_s16(v, vdupq_n_s16(8)), 4);
+                vst1_s8(q + 32 * b + k, vmovn_s16(high));
+                vst1_s8(low + 32 * b + k, vmovn_s16(vsubq_s16(v, vshlq_n_s16(high, 4))));
+                if (k == 8)
+                    half[b] = vaddvq_s32(total);
+            }
+            isum[b] = vaddvq_s32(total);
+        }
     }
 }
 
@@ -300,7 +190,7 @@ static float row_scale_of(float *inverse, const float *x, int64_t n)
     uint32x4_t top = vdupq_n_u32(0);
     for (int64_t i = 0; i < n; i += 4)
         top = vmaxq_u32(top, magnitude_bits(load(x + i, n - i)));
-    return row_scale(inverse, vmaxvq_u32(top));
+    return row_scale(inverse, vmaxvq_u32(top), 127.0f);
 }
 
 static inline void quantise8_to(int8_t *q, const float *x, int64_t n, float inverse) /* q [8], zeros from n on */
@@ -593,14 +483,12 @@ static int64_t argmax(const float *restrict x, int64_t n)
 
 const pkv_kernels pkv_kernels_neon = {
     .name = "neon",
-    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar,
-             pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar, pkv_gemm_blocks_scalar},
-    .gemm_wide = {gemm_f32, gemm_f16, gemm_bf16, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
-                  pkv_gemm_wide_scalar, pkv_gemm_wide_scalar},
+    .gemm = {gemm_f32, gemm_f16, gemm_bf16, gemm_q4_0, gemm_q4_1, gemm_q8_0, gemm_q5_0, gemm_q5_1, gemm_q2_k, gemm_q3_k, gemm_q4_k,
+             gemm_q5_k, gemm_q6_k},
+    .gemm_wide = {gemm_f32, gemm_f16, gemm_bf16, gemm_wide_q4_0, gemm_wide_q4_1, gemm_wide_q8_0, gemm_wide_q5_0, gemm_wide_q5_1,
+                  gemm_wide_q2_k, gemm_wide_q3_k, gemm_wide_q4_k, gemm_wide_q5_k, gemm_wide_q6_k},
     .quant_i8 = quant_i8,
-    .quant_i12 = pkv_quant_i12_scalar,
+    .quant_i12 = quant_i12,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},
     .qk = {qk_f32, qk_f16, qk_int8},
