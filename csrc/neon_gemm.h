@@ -129,6 +129,9 @@ TILE void sub_scales(int32x4_t *factor, int32x4_t *min_factor, const uint8_t *sm
 
 /* ---- quantised weights: products ---- */
 
+/* Keeps gcc from unpacking every line first and spilling what does not fit the registers. */
+#define IN_ORDER(x) __asm__ volatile("" : "+w"(x))
+
 TILE int32x4_t dot_group(int32x4_t acc, int8x16_t w, int8x16_t x, int group) /* 4 rows x 4 columns times x[4*group ...] */
 {
     switch (group) {
@@ -172,6 +175,7 @@ TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t 
             UNROLL for (int j = 0; j < 4; j++)
                 UNROLL for (int r = 0; r < n_r; r++) {
                     int8x16_t v = unpack(data, group0 + r, 4 * h + j, type);
+                    IN_ORDER(v);
                     UNROLL for (int c = 0; c < n_t * digits; c++)
                         sum[c * n_r + r] = dot_group(sum[c * n_r + r], v, a[c], j);
                 }
