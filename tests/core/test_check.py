@@ -192,10 +192,12 @@ DAMAGE = {
 def test_damage_is_named_at_its_level(name):
     damage, level, what = DAMAGE[name]
     world = World()
+    sequence = peek(world.a.address, LAYOUT["pkv_seq"][0])
     damage(world)
     assert what in world.found(level)
     if level > 1:
         assert what not in world.found(level - 1)
+    poke(world.a.address, sequence)  # a wild pointer in it would be followed when it dies
 
 
 def test_the_checker_does_not_poison():
