@@ -69,9 +69,12 @@ def test_mean_divergence_against_that_of_llama_cpp(golden):
 
 
 def test_argmax_is_the_reference_where_it_is_sure(golden):
+    """Everywhere with f16 pages; int8 pages are lossy and may differ at 1 % of the positions of all cases together."""
     _, _, kv_format, arrays, logits = golden
+    wrong, n_sure = {}, 0
     for case, rows in logits.items():
         sure = arrays[f"{case}.margin"] > 0.5
         assert len(rows) < 10 or sure.mean() > 0.3
-        wrong = int((rows.argmax(-1)[sure] != arrays[f"{case}.argmax"][sure]).sum())
-        assert wrong <= (len(rows) // 50 if kv_format == "int8" else 0), case
+        wrong[case] = int((rows.argmax(-1)[sure] != arrays[f"{case}.argmax"][sure]).sum())
+        n_sure += int(sure.sum())
+    assert sum(wrong.values()) <= (n_sure // 100 if kv_format == "int8" else 0), wrong
