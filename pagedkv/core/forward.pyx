@@ -252,6 +252,7 @@ cdef class ForwardModel:
         b.k_offset = pkv_round_up(n_heads * head_dim, 16)
         b.v_offset = b.k_offset + pkv_round_up(n_kv_heads * head_dim, 16)
         b.qkv_stride = b.v_offset + pkv_round_up(n_kv_heads * head_dim, 16)
+        b.qk_norm_size = -1
         for i in range(b.n_layers):
             layer = self.layers[i]
             self.check_layer(i, layer)
@@ -275,7 +276,7 @@ cdef class ForwardModel:
                    "k_bias": kv, "v_bias": kv}
         if layer.q_norm is not None:
             size = b.head_dim if layer.q_norm.shape == (b.head_dim,) else 0
-            if i > 0 and size != b.qk_norm_size:
+            if b.qk_norm_size >= 0 and size != b.qk_norm_size:
                 raise ValueError(f"layer {i} q_norm: shape {layer.q_norm.shape}, layers must be alike")
             b.qk_norm_size = size
             vectors |= {"q_norm": size or q, "k_norm": size or kv}

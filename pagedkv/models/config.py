@@ -6,8 +6,8 @@ import numpy as np
 
 from pagedkv.models.architectures import ARCHITECTURES, OPTIONAL_KEYS, REFUSED_KEYS
 from pagedkv.models.errors import ModelError
-from pagedkv.models.gguf import GGUFFile
 from pagedkv.models.gguf_positions import read_ropes, read_windows
+from pagedkv.models.gguf_split import GGUF
 from pagedkv.models.metadata import Metadata
 from pagedkv.models.rope import Rope
 
@@ -61,16 +61,12 @@ class ModelConfig:
         return self.ropes[0].dim
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile) -> "ModelConfig":
-        """The configuration of an open file. Reads no tensor data but rotation tables.
+    def from_gguf(cls, file: GGUF) -> "ModelConfig":
+        """The configuration of an open file or set of parts. Reads no tensor data but rotation tables.
 
         Raises ModelError naming key, value and range.
         """
         read = Metadata(file.metadata)
-        if read.integer("split.count", 1, 65535, default=1) > 1:
-            raise ModelError(
-                f"{file.path}: one part of a split model; split GGUF files are not supported, merge them first"
-            )
         name = read.text("general.architecture")
         if name not in ARCHITECTURES:
             raise ModelError(

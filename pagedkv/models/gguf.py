@@ -148,6 +148,11 @@ class GGUFFile:
         with contextlib.suppress(BufferError):
             self._map.close()
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
     def data(self, name: str) -> memoryview:
         """Bytes of tensor `name`, a read-only view on the mapping: nothing is copied. KeyError for an unknown name."""
         info = self.tensors[name]

@@ -4,7 +4,7 @@ import numpy as np
 
 from pagedkv.models.architectures import Architecture
 from pagedkv.models.errors import ModelError
-from pagedkv.models.gguf import GGUFFile
+from pagedkv.models.gguf_split import GGUF
 from pagedkv.models.metadata import Metadata
 from pagedkv.models.rope import Rope, yarn_attention
 
@@ -13,7 +13,7 @@ _KINDS = ("none", "linear", "yarn", "longrope")
 
 
 def read_ropes(
-    file: GGUFFile, name: str, architecture: Architecture, head_dim: int, context: int
+    file: GGUF, name: str, architecture: Architecture, head_dim: int, context: int
 ) -> tuple[tuple[Rope, ...], frozenset[str]]:
     """(the rotation of full layers, and of windowed layers where it is another one; names of the tensors they use).
 
@@ -61,7 +61,7 @@ def read_ropes(
     return (rope, Rope(local, dim)), tables
 
 
-def _factors(file: GGUFFile, name: str, dim: int) -> tuple[float, ...]:
+def _factors(file: GGUF, name: str, dim: int) -> tuple[float, ...]:
     tensor = file.tensors[name]
     if tensor.shape != (dim // 2,) or tensor.type_name != "F32":
         raise ModelError(f"tensor {name}: {tensor.type_name} {tensor.shape}, must be F32 ({dim // 2},)")

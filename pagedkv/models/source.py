@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pagedkv.models.architectures import ARCHITECTURES
 from pagedkv.models.config import END_TOKENS, ModelConfig
-from pagedkv.models.gguf import GGUFFile
+from pagedkv.models.gguf_split import open_gguf
 from pagedkv.models.huggingface import DirectoryConfig
 from pagedkv.models.packing import TensorSource
 from pagedkv.models.safetensors import SafetensorsFiles
@@ -51,11 +51,11 @@ def open_model(path: Path) -> Iterator[OpenModel]:
                 path, "Hugging Face directory", files.n_bytes, config, tokenizer, kind, files, False, offset
             )
     else:
-        with GGUFFile(path) as file:
+        with open_gguf(path) as file:
             config = ModelConfig.from_gguf(file)
             tokenizer = Tokenizer(file.metadata)
             kind = f"{file.metadata['tokenizer.ggml.model']}, pre-tokenizer "
             kind += file.metadata.get("tokenizer.ggml.pre", "default")
             adjacent = ARCHITECTURES[config.architecture].adjacent_pairs
             container = f"GGUF version {file.version}"
-            yield OpenModel(path, container, path.stat().st_size, config, tokenizer, kind, file, adjacent)
+            yield OpenModel(path, container, file.n_bytes, config, tokenizer, kind, file, adjacent)

@@ -449,6 +449,8 @@ BAD_MODELS = [
     (lambda m: {"head": m(6, 8)}, "head: shape (6, 8) with norm (8,), must be (5, 8)"),
     (lambda m: {"head_norm": np.ones(7)}, "head: shape (5, 8) with norm (7,), must be (5, 8)"),
     (lambda m: {"activations": "int4"}, "activations: 'int4' is not one of int8, int12"),
+    (lambda m: {"ffn_activation": "relu"}, "ffn_activation: 'relu' is not one of silu, gelu"),
+    (lambda m: {"rope_factors": [1.0, 2.0]}, "rope_factors: shape (2,), must be (1,)"),
 ]
 BAD_LAYERS = [
     (lambda m: {"q": m(7, 8)}, "layer 0 q: shape (7, 8), must be (8, 8)"),
@@ -456,6 +458,15 @@ BAD_LAYERS = [
     (lambda m: {"down": m(8, 7)}, "layer 0 down: shape (8, 7), must be (8, 6)"),
     (lambda m: {"up": m(7, 8)}, "layer 0 up: shape (7, 8), must be (6, 8)"),
     (lambda m: {"ffn_norm": np.ones(9)}, "layer 0 ffn_norm: shape (9,), must be (8,)"),
+    (lambda m: {"post_ffn_norm": np.ones(9)}, "layer 0 post_ffn_norm: shape (9,), must be (8,)"),
+    (lambda m: {"q_norm": np.ones(4), "k_norm": np.ones(8)}, "layer 0 k_norm: shape (8,), must be (4,)"),
+    (lambda m: {"q_norm": np.ones(5), "k_norm": np.ones(4)}, "layer 0 q_norm: shape (5,), must be (8,)"),
+    (lambda m: {"q_norm": np.ones(4)}, "layer 0: biases of q, k and v, and norms of q and k, come together"),
+    (lambda m: {"q_bias": np.ones(8)}, "layer 0: biases of q, k and v, and norms of q and k, come together"),
+    (lambda m: {"q_bias": np.ones(8), "k_bias": np.ones(4), "v_bias": np.ones(8)},
+     "layer 0 v_bias: shape (8,), must be (4,)"),
+    (lambda m: {"rope": 1}, "layer 0 rope: 1 is not in [0, 1)"),
+    (lambda m: {"window": -1}, "layer 0 window: -1 is negative"),
 ]
 
 
@@ -473,6 +484,14 @@ def test_bad_layers(pool, changes, message):
     with pytest.raises(ValueError) as refusal:
         ForwardModel(**{**model, "layers": [Layer(**{**layer, **changes(matrix)})]})
     assert str(refusal.value) == message
+
+
+def test_three_windows(pool):
+    layer, model, _ = parts(pool)
+    layers = [Layer(**{**layer, "window": window}) for window in (0, 5, 5, 0)]
+    ForwardModel(**{**model, "layers": layers})
+    with pytest.raises(ValueError, match="layer 4 window: 7 is one more than the 2 different windows of a model"):
+        ForwardModel(**{**model, "layers": [*layers, Layer(**{**layer, "window": 7})]})
 
 
 @pytest.mark.parametrize("name", ["embedding", "head", "pool"])

@@ -132,10 +132,6 @@ def test_missing_keys(tmp_path, key):
     assert refused(tmp_path, **{key.replace(".", "__"): None}) == f"{key}: missing"
 
 
-def test_split_files_are_named(tmp_path):
-    assert "split model" in refused(tmp_path, split__count=(w.U16, 3))
-
-
 def test_unused_keys_that_say_nothing_are_fine(tmp_path):
     config(tmp_path, llama__expert_count=(w.U32, 0), llama__rope__scaling__type=(w.STRING, "none"))
 

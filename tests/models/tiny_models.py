@@ -91,14 +91,17 @@ ARCH = {
 ADJACENT = ("llama", "mistral", "smollm3", "granite")
 
 
-def gguf_file(case: str, path: Path) -> Path:
-    """The same model as GGUF, written by the gguf package with the names and conventions of llama.cpp's converters."""
+def gguf_file(case: str, path: Path, **writer) -> Path:
+    """The same model as GGUF, written by the gguf package with the names and conventions of llama.cpp's converters.
+
+    writer: more arguments of GGUFWriter.
+    """
     entry = REFERENCES[case]
     config, kind = entry["config"], entry["config"]["model_type"]
     arch = gguf.MODEL_ARCH[ARCH[kind]]
     n_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    out = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    out = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], **writer)
     out.add_block_count(n_layers)
     out.add_context_length(config["max_position_embeddings"])
     out.add_embedding_length(config["hidden_size"])

@@ -1,0 +1,204 @@
+"""Hugging Face directories: tokenizer, end tokens and template are read; what is damaged or not computed is refused."""
+
+import json
+import struct
+
+import pytest
+import tiny_models as tiny
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from pagedkv.models.config import ModelConfig
+from pagedkv.models.errors import ModelError
+from pagedkv.models.source import open_model
+from pagedkv.models.tokenizer import Tokenizer as Ours
+
+TEXTS = [
+    "", " ", "a", "Hello, world!", "  two  spaces\n\n\tand tabs ", "1234567 + 89", "naïve café", "日本語のテキスト",
+    "🙂👍🏽 emoji",
+    "<s> is no token here </s>", "<tool>call</tool>", "def f(x):\n    return x ** 2\n", "e\u0301 NFD",
+]  # fmt: skip
+
+
+def config_of(path) -> ModelConfig:
+    with open_model(path) as opened:
+        return opened.config
+
+
+def refused(path) -> str:
+    with pytest.raises(ModelError) as caught:
+        config_of(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "says"),
+    [
+        ("llama", {"model_type": "mamba"}, "model_type: 'mamba' is not supported; supported: llama, "),
+        ("llama", {"hidden_act": "relu"}, "hidden_act: 'relu' is not supported for llama"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_act: 'silu' is not supported for gemma2"),
+        ("llama", {"attention_bias": True}, "attention_bias: True is not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias: True is not supported"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: "),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers: 0 is not in [1, 1024]"),
+        ("llama", {"num_hidden_layers": 1}, "tensor blk.1."),
+        ("llama", {"num_hidden_layers": 1000}, "1000 layers in a file of"),
+        ("llama", {"num_hidden_layers": 3}, "tensor blk.2.attn_norm.weight: missing"),
+        ("llama", {"num_attention_heads": "4"}, "num_attention_heads: '4' is not an integer"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 4"),
+        ("llama", {"head_dim": 16}, "attn_q.weight: shape (96, 64), the metadata asks for (64, 64)"),
+        ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps: 'x' is not a number"),
+        ("llama", {"eos_token_id": [2, 999]}, "eos_token_id: 999 is not in [0, 127]"),
+        ("llama", {"rope_parameters": {"rope_type": "spiral"}}, "rope_type: 'spiral' is not supported; supported: "),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor: missing"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor: 0 is not in [0.001, 1e+06]"),
+        ("llama", {"rope_parameters": [1]}, "rope_parameters: not a table"),
+        ("llama-yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}},
+         "mscale: 1.0 is not supported"),
+        ("phi3-long", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+         "short_factor: not a list of 8 numbers"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: not a list of 7"),
+        ("gemma3_text", {"layer_types": ["linear_attention"] * 7}, "layer_types: 'linear_attention' is neither"),
+        ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers: not a list of 4 zeros and ones"),
+    ],
+)  # fmt: skip
+def test_bad_configurations(tmp_path, case, changes, says):
+    assert says in refused(tiny.directory(case, tmp_path, **changes))
+
+
+def test_old_names_of_rope_scaling(tmp_path):
+    """Files of transformers before version 5 say rope_theta and rope_scaling."""
+    new = config_of(tiny.directory("llama-llama3", tmp_path))
+    scaling = {**tiny.REFERENCES["llama-llama3"]["config"]["rope_parameters"]}
+    theta = scaling.pop("rope_theta")
+    old = {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling}
+    assert config_of(tiny.directory("llama-llama3", tmp_path, **old)) == new
+    scaling["type"] = scaling.pop("rope_type")
+    assert config_of(tiny.directory("llama-llama3", tmp_path, **old)) == new
+    gemma = config_of(tiny.directory("gemma3_text", tmp_path))
+    old = {"rope_parameters": None, "rope_theta": 5000.0, "rope_local_base_freq": 100.0,
+           "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "layer_types": None}  # fmt: skip
+    assert config_of(tiny.directory("gemma3_text", tmp_path, **old)) == gemma
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", b"{", "config.json: not JSON"),
+        ("config.json", b"[" * 100000, "config.json: not JSON"),
+        ("config.json", b"[]", "config.json: a JSON list, must be an object"),
+        ("config.json", b"{}", "model_type: missing"),
+        ("generation_config.json", b"\xff", "generation_config.json: not JSON"),
+        ("tokenizer.json", None, "tokenizer.json: No such file"),
+        ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer"),
+        ("tokenizer_config.json", b"3", "tokenizer_config.json: a JSON int"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: "),
+        ("model.safetensors", None, "neither model.safetensors nor model.safetensors.index.json is there"),
+        ("model.safetensors", b"", "model.safetensors: not a sound safetensors file"),
+        ("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}", "model.safetensors: not a sound safetensors file"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../m.safetensors"}}', "'../m.safetensors' is not a"),
+        ("model.safetensors.index.json", b'{"weight_map": []}', "weight_map is not a table"),
+    ],
+)  # fmt: skip
+def test_damaged_files(tmp_path, file, content, says):
+    path = tiny.directory("llama", tmp_path)
+    if content is None:
+        (path / file).unlink()
+    else:
+        (path / file).write_bytes(content)
+    assert says in refused(path)
+
+
+def test_a_tensor_cut_short_and_a_foreign_type(tmp_path):
+    path = tiny.directory("llama", tmp_path) / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4])
+    assert "not a sound safetensors file" in refused(tmp_path)
+    n = struct.unpack("<Q", whole[:8])[0]
+    table = json.loads(whole[8 : 8 + n])
+    name = next(key for key in table if key.endswith("norm.weight"))
+    table[name] |= {"dtype": "I32"}
+    head = json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(head)) + head + whole[8 + n :])
+    assert f"tensor {name}: type I32; supported: F32, F16, BF16" in refused(tmp_path)
+
+
+def test_end_tokens(tmp_path):
+    path = tiny.directory("llama", tmp_path)
+    assert config_of(path).stop_token_ids == (2,)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5]}))
+    assert config_of(path).stop_token_ids == (5, 7)
+    table = tiny.tokenizer_json()
+    table["added_tokens"][1]["content"] = "<|im_end|>"
+    table["model"]["vocab"] = {"<|im_end|>" if k == "<s>" else k: v for k, v in table["model"]["vocab"].items()}
+    (path / "tokenizer.json").write_text(json.dumps(table))
+    assert config_of(path).stop_token_ids == (1, 5, 7)
+
+
+def byte_level():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("</tool>", normalized=False, lstrip=True)])
+    return tokenizer
+
+
+def sentence_piece():
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581"]
+    pieces += [chr(c) for c in range(33, 127)] + ["lo", "\u2581a", "He", "wor"]
+    merges = [("l", "o"), ("\u2581", "a"), ("H", "e"), ("w", "o"), ("wo", "r")]
+    vocab = {piece: i for i, piece in enumerate([*pieces, "wo"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_piece])
+@pytest.mark.parametrize("bos", [False, True])
+def test_tokenizers_are_those_of_the_library(tmp_path, make, bos):
+    theirs = make()
+    if bos:
+        theirs.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", theirs.token_to_id("<s>"))]
+        )
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ messages[0].content }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    ours = Ours.from_directory(tmp_path)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.token_to_id("<s>"), theirs.token_to_id("</s>"))
+    assert ours.add_bos is bos and not ours.add_eos and ours.vocab_size == theirs.get_vocab_size()
+    assert ours.special_ids >= {ours.bos_token_id, ours.eos_token_id}
+    for text in TEXTS:
+        ids = theirs.encode(text).ids
+        if "<s>" in text:  # text never makes a control token
+            assert not set(ours.encode(text, add_special_tokens=False)) & ours.special_ids
+            ids = theirs.encode(text.replace("<", "≺").replace(">", "≻")).ids
+            assert ours.encode(text.replace("<", "≺").replace(">", "≻")) == ids
+            continue
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids) or make is byte_level, text
+        assert ours.decode(ids).strip() == theirs.decode(ids).strip()
+    assert ours.apply_chat_template([{"role": "user", "content": "x"}]) == "x"
+    (tmp_path / "chat_template.jinja").write_text("file: {{ messages[0].content }}")
+    assert Ours.from_directory(tmp_path).apply_chat_template([{"role": "user", "content": "x"}]) == "file: x"
+
+
+def test_a_post_processor_of_another_kind_is_refused(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    with pytest.raises(ModelError, match="only bos_token and eos_token are supported"):
+        Ours.from_directory(tmp_path)
