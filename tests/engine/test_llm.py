@@ -316,4 +316,4 @@ def test_import_is_light_and_starts_no_thread():
         " assert len(os.listdir('/proc/self/task')) == 1"
     )
     env = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, env=env)
