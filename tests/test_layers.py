@@ -16,14 +16,16 @@ CORE_LAYERS = [
     {"pages", "quants"},
     {"matmul", "sampler"},
     {"arena", "attention", "probe"},
-    {"sequence", "check"},
+    {"sequence", "check", "typed"},
     {"prefix", "kvcache"},
     {"operations", "capi"},
     {"forward"},
 ]
 # The page side of the core knows nothing of kernels and threads.
-PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "prefix", "capi"}
-ARITHMETIC = {"_kernels", "quants", "matmul", "attention", "sampler", "probe", "kvcache", "operations", "forward"}
+PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "prefix"}
+ARITHMETIC = {
+    "_kernels", "quants", "matmul", "attention", "sampler", "probe", "typed", "kvcache", "operations", "forward",
+}  # fmt: skip
 # Methods that hand out what is built on their class; imported when called.
 FACTORIES = {("arena", "check"), ("arena", "sequence")}
 

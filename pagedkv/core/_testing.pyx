@@ -58,6 +58,11 @@ cdef extern from "pagedkv/pagedkv.h":
         PKV_FIELD(pkv_prefix_entry, prev_sibling), PKV_FIELD(pkv_prefix_entry, next_in_bucket),
         PKV_SIZE(pkv_violation), PKV_FIELD(pkv_violation, what), PKV_FIELD(pkv_violation, where),
         PKV_FIELD(pkv_violation, expected), PKV_FIELD(pkv_violation, found),
+        PKV_SIZE(pkv_kv_pages), PKV_FIELD(pkv_kv_pages, storage), PKV_FIELD(pkv_kv_pages, page_stride),
+        PKV_FIELD(pkv_kv_pages, n_layers), PKV_FIELD(pkv_kv_pages, n_kv_heads), PKV_FIELD(pkv_kv_pages, head_dim),
+        PKV_FIELD(pkv_kv_pages, page_tokens), PKV_FIELD(pkv_kv_pages, format),
+        PKV_SIZE(pkv_attention), PKV_FIELD(pkv_attention, n_heads), PKV_FIELD(pkv_attention, window),
+        PKV_FIELD(pkv_attention, scale), PKV_FIELD(pkv_attention, softcap),
         PKV_SIZE(pkv_api),
     };
     #define PKV_N_LAYOUT ((int)(sizeof(pkv_layout) / sizeof(pkv_layout[0])))

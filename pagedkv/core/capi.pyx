@@ -7,6 +7,7 @@ from pagedkv.core.check cimport pkv_check
 from pagedkv.core.prefix cimport *
 from pagedkv.core.sequence cimport *
 from pagedkv.core.structs cimport *
+from pagedkv.core.typed cimport *
 
 cdef pkv_api api
 api.abi_version = PKV_ABI_VERSION
@@ -44,5 +45,8 @@ api.prefix_match = pkv_prefix_match
 api.prefix_insert = pkv_prefix_insert
 api.prefix_clear = pkv_prefix_clear
 api.check = pkv_check
+api.kv_page_bytes = pkv_kv_page_bytes
+api.kv_write = pkv_kv_write
+api.kv_attend = pkv_kv_attend
 
 _C_API = PyCapsule_New(&api, PKV_CAPSULE_NAME, NULL)

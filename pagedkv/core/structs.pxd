@@ -101,6 +101,23 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
         int64_t expected
         int64_t found
 
+    enum: PKV_FORMAT_F32, PKV_FORMAT_F16, PKV_FORMAT_INT8
+
+    ctypedef struct pkv_kv_pages:
+        uint8_t *storage
+        int64_t page_stride
+        int64_t n_layers
+        int64_t n_kv_heads
+        int64_t head_dim
+        int64_t page_tokens
+        int64_t format
+
+    ctypedef struct pkv_attention:
+        int64_t n_heads
+        int64_t window
+        float scale
+        float softcap
+
     ctypedef struct pkv_api:
         int64_t abi_version
         int64_t struct_size
@@ -138,5 +155,10 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
         int64_t (*prefix_insert)(pkv_prefix *, pkv_seq *, const int32_t *tokens, int64_t n) noexcept nogil
         int64_t (*prefix_clear)(pkv_prefix *) noexcept nogil
         int64_t (*check)(pkv_arena *, int64_t level, pkv_violation *out, int64_t capacity) noexcept nogil
+        int64_t (*kv_page_bytes)(const pkv_kv_pages *) noexcept nogil
+        int64_t (*kv_write)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n, const float *k,
+                            const float *v) noexcept nogil
+        int64_t (*kv_attend)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens, int64_t n_queries,
+                             const pkv_attention *, const float *q, float *out) noexcept nogil
 
     const char *PKV_CAPSULE_NAME

@@ -1,8 +1,8 @@
 """The C ABI moves only with its version. abi.json records, for each version, the struct layout and the function list.
 
 After a change that is meant: raise PKV_ABI_VERSION in pagedkv.h and run `python tests/core/test_abi.py`, which adds the
-new version and never rewrites an old one. Functions appended to the end of pkv_api need no new version, only the same
-command.
+new version and never rewrites an old one. Functions appended to the end of pkv_api and new structs need no new version,
+only the same command.
 """
 
 import hashlib
@@ -17,9 +17,12 @@ RECORD = Path(__file__).with_name("abi.json")
 
 
 def current():
-    fields = [[*row] for row in layout() if row[0] != "pkv_api"]
+    fields = {}
+    for row in layout():
+        fields.setdefault(row[0].partition(".")[0], []).append([*row])
+    del fields["pkv_api"]
     return {
-        "layout_sha256": hashlib.sha256(json.dumps(fields).encode()).hexdigest(),
+        "structs": {name: hashlib.sha256(json.dumps(rows).encode()).hexdigest() for name, rows in fields.items()},
         "functions": [f"{result} {name}({', '.join(args)})" for name, result, args in functions()],
     }
 
@@ -28,7 +31,9 @@ def test_layout_and_functions_are_those_of_the_version():
     recorded = json.loads(RECORD.read_text()).get(str(abi_version))
     assert recorded is not None, f"ABI version {abi_version} is not recorded"
     found = current()
-    assert found["layout_sha256"] == recorded["layout_sha256"], "a public struct moved: raise PKV_ABI_VERSION"
+    for name, digest in recorded["structs"].items():
+        assert found["structs"].get(name) == digest, f"{name} moved: raise PKV_ABI_VERSION"
+    assert found["structs"].keys() == recorded["structs"].keys(), "structs were added: record them"
     n = len(recorded["functions"])
     assert found["functions"][:n] == recorded["functions"], "pkv_api may only grow at its end: raise PKV_ABI_VERSION"
     assert found["functions"][n:] == [], "functions were appended: record them"
@@ -65,7 +70,8 @@ def record():
     versions = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     old, new = versions.get(str(abi_version)), current()
     if old is not None and (
-        old["layout_sha256"] != new["layout_sha256"] or new["functions"][: len(old["functions"])] != old["functions"]
+        any(new["structs"].get(name) != digest for name, digest in old["structs"].items())
+        or new["functions"][: len(old["functions"])] != old["functions"]
     ):
         raise SystemExit(f"ABI version {abi_version} is recorded with another layout: raise PKV_ABI_VERSION")
     versions[str(abi_version)] = new

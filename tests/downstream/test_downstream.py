@@ -1,4 +1,4 @@
-"""Two strangers' projects, one Cython, one plain C, built against the installed wheel; results compared with NumPy."""
+"""Strangers' projects, one Cython and two plain C, built against the installed wheel; results compared with NumPy."""
 
 import pytest
 
@@ -93,7 +93,53 @@ print("ok", pagedkv.__file__)
 """
 
 
-@pytest.mark.parametrize(("project", "code"), [("cython_project", CYTHON_CHECK), ("c_project", C_CHECK)])
+ATTENTION_CHECK = """
+import numpy as np, pagedkv, ownpages
+
+def attend(q, k, v, window):
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    n, t, group = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
+    scores = np.einsum("nhd,thd->hnt", q, k) / np.sqrt(q.shape[2])
+    position, token = np.arange(t - n, t)[:, None], np.arange(t)
+    seen = (token <= position) & ((token > position - window) | (window == 0))
+    weights = np.exp(np.where(seen, scores, -np.inf))
+    return np.einsum("hnt,thd->nhd", weights / weights.sum(axis=2, keepdims=True), v)
+
+rng = np.random.default_rng(2)
+HEADS, KV_HEADS, DIM = 6, 2, 40
+for form, tolerance in ((0, 1e-5), (1, 2e-3), (2, 0.05)):
+    for page_tokens, window, prefix, own in ((16, 0, 37, 5), (32, 20, 300, 40), (256, 0, 600, 1), (16, 7, 32, 16)):
+        k, v = (rng.standard_normal((prefix + 2 * own, KV_HEADS, DIM), np.float32) for _ in range(2))
+        q = rng.standard_normal((own, HEADS, DIM), np.float32)
+        sizes = form, page_tokens, HEADS, KV_HEADS, DIM, window, prefix, own
+        status, *outputs, in_use = ownpages.fork_and_attend(*sizes, k, v, q)
+        assert status == 0
+        assert in_use == -(-(prefix + own) // page_tokens) * 2 - prefix // page_tokens
+        for i, output in enumerate(outputs):
+            tail = slice(prefix + i * own, prefix + (i + 1) * own)
+            expected = attend(q, *(np.concatenate([x[:prefix], x[tail]]) for x in (k, v)), window)
+            found = np.frombuffer(output, np.float32).reshape(q.shape)
+            assert abs(found - expected).max() < tolerance
+        # the same bits as PagedKVCache
+        kv = pagedkv.PagedKVCache(1, KV_HEADS, DIM, n_pages=64, format=("f32", "f16", "int8")[form],
+                                  page_tokens=page_tokens, threads=2)
+        seq = kv.sequence()
+        seq.extend(prefix + own)
+        seq.write_kv(0, 0, k[: prefix + own], v[: prefix + own])
+        assert kv.attend(0, q, [seq], [own], window=window or None).tobytes() == outputs[0]
+k = rng.standard_normal((48, KV_HEADS, DIM), np.float32)
+q = np.zeros((16, HEADS, DIM), np.float32)
+assert ownpages.fork_and_attend(0, 24, HEADS, KV_HEADS, DIM, 0, 16, 16, k, k, q)[0] == -pagedkv.Verdict.BAD_INPUT
+k[47, 1, 39] = np.nan
+assert ownpages.fork_and_attend(2, 16, HEADS, KV_HEADS, DIM, 0, 16, 16, k, k, q)[0] == -pagedkv.Verdict.BAD_INPUT
+print("ok", pagedkv.__file__)
+"""
+
+PROJECTS = [("cython_project", CYTHON_CHECK), ("c_project", C_CHECK), ("attention_project", ATTENTION_CHECK)]
+
+
+@pytest.mark.parametrize(("project", "code"), PROJECTS)
 def test_project(build, installed, project, code):
     output = build(project)(code).split()
     assert output[0] == "ok"
@@ -119,7 +165,7 @@ except ImportError as error:
 def test_wheel_carries_what_consumers_compile_against(installed):
     package = installed / "pagedkv"
     assert (package / "include" / "pagedkv" / "pagedkv.h").is_file()
-    for name in ("structs", "internal", "arena", "sequence", "prefix", "check"):
+    for name in ("structs", "internal", "arena", "sequence", "prefix", "check", "typed"):
         assert (package / "core" / f"{name}.pxd").is_file(), name
     for name in ("arena", "sequence", "prefix", "check"):
         assert (package / "core" / f"{name}.pyi").is_file(), name

@@ -159,6 +159,28 @@ typedef struct pkv_violation {
     int64_t found;
 } pkv_violation;
 
+/* Element format of K and V; int8 keeps one float32 scale per token and KV head. */
+enum pkv_kv_format { PKV_FORMAT_F32 = 0, PKV_FORMAT_F16 = 1, PKV_FORMAT_INT8 = 2 };
+
+/* Pages that hold K and V of all layers for page_tokens tokens: an arena's (storage and page_stride are fields of
+ * pkv_arena) or any other memory. What lies where inside a page is the library's. */
+typedef struct pkv_kv_pages {
+    uint8_t *storage;    /* page i at storage + i * page_stride, 64-byte aligned */
+    int64_t page_stride; /* a multiple of 64, not below kv_page_bytes() */
+    int64_t n_layers;    /* in [1, 65536) */
+    int64_t n_kv_heads;  /* in [1, 65536) */
+    int64_t head_dim;    /* in [1, 8192) */
+    int64_t page_tokens; /* 16, 32, 64, 128 or 256 */
+    int64_t format;      /* a pkv_kv_format */
+} pkv_kv_pages;
+
+typedef struct pkv_attention {
+    int64_t n_heads; /* query heads, a multiple of n_kv_heads */
+    int64_t window;  /* a token sees the last `window` tokens, itself included; 0: all */
+    float scale;     /* of the scores, as a rule 1/sqrt(head_dim) */
+    float softcap;   /* scores become softcap * tanh(score / softcap); 0: they do not */
+} pkv_attention;
+
 /* All functions. The list only grows at its end; struct_size tells how much of it a build of pagedkv has.
  * int64_t results: >= 0 is success (an index, a count or PKV_OK), < 0 a negated pkv_verdict. Out-pointers are NULL on
  * failure. Names ending in _destroy release the struct; a struct whose canaries do not hold is left alone: TAMPER. */
@@ -205,6 +227,17 @@ typedef struct pkv_api {
 
     /* level 1: O(1), 2: O(pages), 3: all; number of violations, the first `capacity` of them in out */
     int64_t (*check)(pkv_arena *, int64_t level, pkv_violation *out, int64_t capacity);
+
+    /* Typed pages. Token t of a sequence is on page page_table[t / page_tokens]; a pkv_seq's table is page_indices. Any
+     * number of threads may call these at once, as long as none writes a token that another reads or writes. */
+    int64_t (*kv_page_bytes)(const pkv_kv_pages *); /* of the shape; storage and page_stride are not looked at */
+    /* K and V of tokens [start, start + n) of one layer; inf and NaN are BAD_INPUT under int8; nothing written on failure */
+    int64_t (*kv_write)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n,
+                        const float *k /* [n][n_kv_heads][head_dim] */, const float *v);
+    /* the last n_queries of n_tokens tokens, each over all tokens up to itself; computed on the calling thread */
+    int64_t (*kv_attend)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
+                         int64_t n_queries, const pkv_attention *, const float *q /* [n_queries][n_heads][head_dim] */,
+                         float *out);
 } pkv_api;
 
 #define PKV_CAPSULE_MODULE "pagedkv.core.capi"
@@ -260,5 +293,6 @@ PKV_STATIC_ASSERT(offsetof(pkv_seq, arena) == 8 && offsetof(pkv_seq, n_pages_use
 PKV_STATIC_ASSERT(sizeof(pkv_prefix_entry) == 32, "pkv_prefix_entry");
 PKV_STATIC_ASSERT(sizeof(pkv_prefix) == 120 && offsetof(pkv_prefix, canary_post) == 112, "pkv_prefix");
 PKV_STATIC_ASSERT(sizeof(pkv_violation) == 32, "pkv_violation");
+PKV_STATIC_ASSERT(sizeof(pkv_kv_pages) == 56 && sizeof(pkv_attention) == 24, "typed pages");
 
 #endif

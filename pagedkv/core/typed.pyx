@@ -1,0 +1,115 @@
+"""Typed K/V pages of a caller's own: their size, writing to them, attention over them, without Python objects.
+
+What PagedKVCache does with an arena of its own, for programs that bring pages and page tables themselves; same layout, same bits.
+"""
+
+from libc.math cimport isfinite
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+from pagedkv.core._kernels cimport *
+from pagedkv.core.attention cimport *
+from pagedkv.core.memory cimport pkv_alloc, pkv_release
+from pagedkv.core.structs cimport *
+
+
+cdef extern from *:
+    """
+    _Static_assert((int)PKV_FORMAT_F32 == (int)PKV_KV_F32 && (int)PKV_FORMAT_F16 == (int)PKV_KV_F16
+                       && (int)PKV_FORMAT_INT8 == (int)PKV_KV_INT8,
+                   "formats of pagedkv.h are those of the kernels");
+    """
+
+
+cdef bint is_sound(const pkv_kv_pages *p) noexcept nogil:
+    """Whether the shape is in range, the storage where kernels may reach it, and pages are as far apart as they are large."""
+    return p != NULL and has_shape(p) and p.storage != NULL and <uintptr_t>p.storage % 64 == 0 and p.page_stride % 64 == 0 \
+        and p.page_stride >= page_bytes(p)
+
+
+cdef bint has_shape(const pkv_kv_pages *p) noexcept nogil:
+    return (0 < p.n_layers < 1 << 16 and 0 < p.n_kv_heads < 1 << 16 and 0 < p.head_dim < 1 << 13 and 0 <= p.format < PKV_N_KVFORMATS
+            and 16 <= p.page_tokens <= PKV_SPLIT and p.page_tokens & (p.page_tokens - 1) == 0)
+
+
+cdef int64_t page_bytes(const pkv_kv_pages *p) noexcept nogil:
+    return p.n_layers * p.n_kv_heads * pkv_tile_bytes(<int>p.format, p.head_dim, p.page_tokens)
+
+
+cdef attention_view view_of(const pkv_kv_pages *p) noexcept nogil:
+    cdef attention_view v
+    memset(&v, 0, sizeof(v))
+    v.storage, v.page_stride, v.format = p.storage, p.page_stride, <int>p.format
+    v.n_kv_heads, v.head_dim, v.page_tokens = p.n_kv_heads, p.head_dim, p.page_tokens
+    v.tile_bytes = pkv_tile_bytes(v.format, v.head_dim, v.page_tokens)
+    return v
+
+
+cdef int64_t pkv_kv_page_bytes(const pkv_kv_pages *p) noexcept nogil:
+    """Bytes of a page of this shape, storage and page_stride not looked at; BAD_INPUT."""
+    return page_bytes(p) if p != NULL and has_shape(p) else -PKV_BAD_INPUT
+
+
+cdef int64_t pkv_kv_write(const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n, const float *k,
+                          const float *v) noexcept nogil:
+    """Store K and V [n, n_kv_heads, head_dim] of tokens [start, start + n) of one layer; 0.
+
+    BAD_INPUT with nothing written for what is out of range, and for inf or NaN under int8. The pages must be the caller's to write.
+    """
+    cdef attention_view view
+    cdef int64_t i, h, t
+    cdef uint64_t mode
+    if not is_sound(p) or not 0 <= layer < p.n_layers or start < 0 or n < 0 or page_table == NULL or k == NULL or v == NULL:
+        return -PKV_BAD_INPUT
+    if p.format == PKV_KV_INT8:
+        for i in range(n * p.n_kv_heads * p.head_dim):
+            if not (isfinite(k[i]) and isfinite(v[i])):
+                return -PKV_BAD_INPUT
+    view = view_of(p)
+    mode = float_enter()
+    for i in range(n):
+        t = start + i
+        for h in range(p.n_kv_heads):
+            kern.kv_write[view.format](kv_tile(&view, page_table[t // p.page_tokens], layer, h), k + (i * p.n_kv_heads + h) * p.head_dim,
+                                       v + (i * p.n_kv_heads + h) * p.head_dim, t % p.page_tokens, p.head_dim, p.page_tokens)
+    float_leave(mode)
+    return 0
+
+
+cdef int64_t pkv_kv_attend(const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t n_tokens, int64_t n_queries,
+                           const pkv_attention *how, const float *q, float *out) noexcept nogil:
+    """Causal attention of the last n_queries of n_tokens tokens over their pages: out, q [n_queries, n_heads, head_dim]; 0.
+
+    Runs on the calling thread; the bits of a row depend on its position and pages alone, so callers may share rows, sequences or layers
+    among threads of their own. BAD_INPUT; POOL_EXHAUSTED when memory for scratch is refused.
+    """
+    cdef attention_view view
+    cdef attention_plan plan
+    cdef float *scratch
+    cdef int64_t counters[2]
+    cdef int64_t stride
+    cdef int64_t status = -PKV_POOL_EXHAUSTED
+    cdef uint64_t mode
+    if (not is_sound(p) or how == NULL or not 0 <= layer < p.n_layers or not 0 <= n_queries <= n_tokens or page_table == NULL or q == NULL
+            or out == NULL or not 0 < how.n_heads < 1 << 16 or how.n_heads % p.n_kv_heads or how.window < 0 or not isfinite(how.scale)
+            or not isfinite(how.softcap) or how.softcap < 0):
+        return -PKV_BAD_INPUT
+    view = view_of(p)
+    view.group = how.n_heads // p.n_kv_heads
+    view.window, view.scale, view.softcap = how.window, how.scale, how.softcap
+    stride = how.n_heads * p.head_dim
+    memset(&plan, 0, sizeof(plan))
+    counters[0] = counters[1] = 0
+    scratch = <float *>pkv_alloc(scratch_floats(&view) * sizeof(float))
+    if scratch != NULL and plan_spans(&plan, 1) == 0:
+        plan.spans[0] = attention_span(page_table, 0, n_queries, n_tokens - n_queries, -1)
+        if plan_units(&plan, &view) == 0:
+            mode = float_enter()
+            attend(out, q, &view, &plan, layer, stride, stride, NULL, scratch, &counters[0])
+            if plan.n_merged:
+                attend_merge(out, &view, &plan, stride, NULL, &counters[1])
+            float_leave(mode)
+            status = 0
+    plan_release(&plan)
+    pkv_release(scratch)
+    return status
