@@ -36,11 +36,11 @@ static PyObject *fork_and_attend(PyObject *self, PyObject *args) {
     for (int i = 0; i < 2; i++) outputs[i] = PyBytes_FromStringAndSize(NULL, q.len);
 
     Py_BEGIN_ALLOW_THREADS
+    const float *kf = k.buf, *vf = v.buf;
+    n = n_kv_heads * head_dim;
     pkv_kv_pages pages = {.n_layers = 1, .n_kv_heads = n_kv_heads, .head_dim = head_dim, .page_tokens = page_tokens,
                           .format = format};
     pkv_attention how = {.n_heads = n_heads, .window = window, .scale = 1.0f / sqrtf((float)head_dim)};
-    const float *kf = k.buf, *vf = v.buf;
-    n = n_kv_heads * head_dim;
     status = pkv->kv_page_bytes(&pages);
     if (status > 0) status = pkv->arena_new(&arena, 64, status, 0, 0, PKV_ARENA_GUARD);
     if (status == PKV_OK) {
