@@ -17,7 +17,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from pagedkv.core._kernels cimport ThreadPool, claim, kern, log_double, pool_run
+from pagedkv.core._kernels cimport ThreadPool, claim, float_enter, float_leave, kern, log_double, pool_run
 
 cdef extern from "<float.h>":
     const float FLT_MAX
@@ -419,6 +419,7 @@ cdef class Sampler:
         cdef const float **sources
         cdef int64_t n = len(states), i, row
         cdef SampleJob job
+        cdef uint64_t mode
         if len(rows) != n:
             raise ValueError(f"rows must name one row per state, not {len(rows)} for {n}")
         self.open(logits, &view)
@@ -439,7 +440,9 @@ cdef class Sampler:
             job.n_rows, job.vocab_size, job.next_row = n, self.vocab_size, 0
             with nogil:
                 if n < 2 or self.n_threads == 1 or pool_run(self.pool.ptr, &sample_rows, &job):
+                    mode = float_enter()
                     sample_rows(&job, 0, 1)
+                    float_leave(mode)
         finally:
             free(todo)
             free(sources)
@@ -455,6 +458,7 @@ cdef class Sampler:
         cdef int64_t row
         cdef bint usable
         cdef float top
+        cdef uint64_t mode
         found = []
         self.open(logits, &view)
         try:
@@ -465,12 +469,14 @@ cdef class Sampler:
                     raise ValueError(f"targets must be in [0, {self.vocab_size}), not {token}")
                 x = <const float *>view.buf + row * view.shape[1]
                 with nogil:
+                    mode = float_enter()
                     top = kern.vmax(x, self.vocab_size)
                     usable = -FLT_MAX <= top <= FLT_MAX
                     if usable:
                         state.row.n_top = 0
                         self.scratch.blocks_of = NULL
                         report(&state.row, self.scratch, x, self.vocab_size, token, top, 0)
+                    float_leave(mode)
                 found.append((state.logprob, state.rank, state.top) if usable else None)
         finally:
             PyBuffer_Release(&view)

@@ -15,6 +15,7 @@ from pagedkv import PagedKVCache
 from pagedkv.core import _testing_threads as hooks
 from pagedkv.core._kernels import ThreadPool
 from pagedkv.core.matmul import PackedMatrix
+from pagedkv.core.sampler import Sampler, SamplingState
 
 NEAREST_KEEPING_SUBNORMALS = 0x1F80 if os.uname().machine == "x86_64" else 0
 COUNTS = [1, 2, 3, 8]
@@ -234,6 +235,13 @@ def arithmetic(k, v, tiny):
         results += [x.tobytes() for x in seq.gather(0)]
     block = b"\xec\x35\x11\x00" + bytes(range(16))  # scale 0.37, minimum 1e-6
     results.append(bytes(PackedMatrix.pack(ThreadPool(1), "Q4_1", block, 1, 32).row(0)))
+    logits = k.reshape(1, -1) * np.float32(16)
+    states = [SamplingState(logits.shape[1], seed=i, top_p=0.9, logprobs=3) for i in range(40)]
+    sampler = Sampler(logits.shape[1])
+    for state in states:
+        sampler.sample(logits, [state], [0])
+    results += [(state.token, state.logprob, state.top) for state in states]
+    results += sampler.score(logits, [0] * 40, range(40), 3)
     return results
 
 
