@@ -16,13 +16,13 @@ CORE_LAYERS = [
     {"pages", "quants"},
     {"matmul", "sampler"},
     {"arena", "attention", "probe"},
-    {"sequence", "check", "typed"},
+    {"sequence", "check", "page_map", "typed"},
     {"prefix", "kvcache"},
     {"operations", "capi"},
     {"forward"},
 ]
 # The page side of the core knows nothing of kernels and threads.
-PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "prefix"}
+PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "page_map", "prefix"}
 ARITHMETIC = {
     "_kernels", "quants", "matmul", "attention", "sampler", "probe", "typed", "kvcache", "operations", "forward",
 }  # fmt: skip

@@ -1,0 +1,3 @@
+from pagedkv.core.arena import Arena
+
+def page_map(arena: Arena) -> tuple[bytes, bytes]: ...
