@@ -9,10 +9,12 @@ named and left out. A first round of every job is not counted.
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,11 +57,27 @@ class Worker:
     about: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, name: str, python: str, model: Path, threads: int, verbose: bool) -> "Worker | None":
-        """The engine, loaded; None, with a line on standard error, when it cannot run there."""
-        command = [python, str(WORKER), name, str(model), str(threads)]
+    def start(
+        cls,
+        name: str,
+        python: str,
+        model: Path,
+        threads: int,
+        verbose: bool,
+        *,
+        label: str | None = None,
+        options: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> "Worker | None":
+        """Engine `name`, loaded, shown as `label`; None, with a line on standard error, when it cannot run there.
+
+        options: further arguments of the engine. environment: variables of its process besides the caller's.
+        """
+        command = [python, str(WORKER), name, str(model), str(threads), json.dumps(dict(options or {}))]
+        name = label or name
         process = subprocess.Popen(
             command,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if verbose else subprocess.DEVNULL,

@@ -1,6 +1,7 @@
 """Runs one engine in a process of its own: a JSON object a line in, one a line out.
 
-worker.py ENGINE MODEL THREADS      ENGINE: pagedkv, llama.cpp, llama.cpp-fa, openvino
+worker.py ENGINE MODEL THREADS [OPTIONS]
+    ENGINE: pagedkv, llama.cpp, llama.cpp-fa, openvino; OPTIONS: a JSON object of further arguments of its Engine
 
 First line out: {"version": ..., "settings": ...}. Then for each {"prompts": [[token ids]], "gen_tokens": n}:
 {"prefill_s": ..., "decode_s": ...}. Prefill ends when every prompt has its first token; decode is n steps of all.
@@ -23,11 +24,11 @@ ENGINES = {
 
 def main() -> None:
     """Serve jobs until standard input ends."""
-    name, model, threads = sys.argv[1:]
+    name, model, threads, *more = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, options = ENGINES[name]
-    engine = importlib.import_module(module).Engine(model, int(threads), **options)
+    engine = importlib.import_module(module).Engine(model, int(threads), **options, **(json.loads(more[0]) if more else {}))
 
     def answer(content: dict) -> None:
         answers.write(json.dumps(content) + "\n")

@@ -86,7 +86,15 @@ def text_row(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def load(model: str, threads: int | None, prompt_tokens: int, gen_tokens: int, batch: int) -> "LLM":
+def load(
+    model: str,
+    threads: int | None,
+    prompt_tokens: int,
+    gen_tokens: int,
+    batch: int,
+    *,
+    activations: str = "int8",
+) -> "LLM":
     """An LLM whose pool holds `batch` requests of that size at once and that caches no prefixes."""
     from pagedkv.llm import LLM
 
@@ -101,6 +109,7 @@ def load(model: str, threads: int | None, prompt_tokens: int, gen_tokens: int, b
         max_num_seqs=batch,
         max_num_batched_tokens=budget,
         enable_prefix_caching=False,
+        activations=activations,
     )
 
 
