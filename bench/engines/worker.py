@@ -28,7 +28,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, options = ENGINES[name]
-    engine = importlib.import_module(module).Engine(model, int(threads), **options, **(json.loads(more[0]) if more else {}))
+    options = {**options, **json.loads(more[0] if more else "{}")}
+    engine = importlib.import_module(module).Engine(model, int(threads), **options)
 
     def answer(content: dict) -> None:
         answers.write(json.dumps(content) + "\n")
