@@ -1,7 +1,9 @@
 """`pagedkv chat`: a conversation in the terminal."""
 
 import contextlib
+import io
 import json
+import os
 import signal
 import sys
 import time
@@ -9,7 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedkv.commands.generate import Completion, speed_line
+from pagedkv.commands.generate import NOT_TEXT, Completion, speed_line
+from pagedkv.commands.terminal import shown_safely
 
 if TYPE_CHECKING:
     from pagedkv import LLM
@@ -20,6 +23,7 @@ HELP = """\
 /save FILE    write the conversation to FILE as JSON
 /exit         leave, as does Ctrl-D
 \"\"\"           begin and end a message of several lines
+/help         this list
 Ctrl-C        stop the answer, or drop the line being typed"""
 FENCE = '"""'
 MAX_ANSWER = 1024  # tokens, for models that do not find an end
@@ -52,27 +56,36 @@ class Chat:
 
     def loop(self) -> None:
         """Read messages and commands from standard input until it ends or /exit."""
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # not to fail amid a conversation
         interactive = sys.stdin.isatty()
         if interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  line editing and history for input()
             print(f"{self.llm.model.name}. /help lists the commands.")
-        for text in _messages(interactive):
-            command, _, rest = text.partition(" ")
-            if command == "/exit":
-                return
-            if command in self._commands:
-                self._commands[command](rest.strip())
-            elif text.startswith("/") and "\n" not in text and " " not in text:
-                print(f"no command {text}; /help lists them", file=sys.stderr)
-            else:
-                self.answer(text)
+        # At a terminal Ctrl-C never ends the program: outside the prompt it is noted, and only an answer listens.
+        with _interrupts() if interactive else contextlib.nullcontext() as interrupts:
+            for text in _messages(interrupts):
+                command, _, rest = text.partition(" ")
+                if command == "/exit":
+                    return
+                if command in self._commands:
+                    self._commands[command](rest.strip())
+                elif text.startswith("/") and "\n" not in text and " " not in text:
+                    print(f"no command {text}; /help lists them", file=sys.stderr)
+                else:
+                    self.answer(text)
 
     def answer(self, text: str) -> None:
         """Send `text`, print the answer as it comes and remember both. Ctrl-C ends the answer; what came of it stays.
 
-        A message that does not fit the context is refused in one line and not remembered.
+        A message that does not fit the context or is not text is refused in one line and not remembered. Neither is one
+        whose answer was stopped before its first token.
         """
+        if escaped := NOT_TEXT.search(text):
+            byte = ord(escaped[0]) - 0xDC00
+            print(f"the message is not text: byte {byte:#04x} at index {escaped.start()}", file=sys.stderr)
+            return
         from pagedkv import SamplingParams
 
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -80,20 +93,33 @@ class Chat:
         submitted = time.perf_counter()
         first_token = 0.0
         shown = ""
-        with _interrupt_noted() as interrupted:
+        output = None
+        engine = self.llm.engine
+        with _interrupts() as interrupts:
             try:
-                stream = self.llm.stream({"prompt_token_ids": self.llm.tokenizer.encode_chat(messages)}, params)
+                request_id, box = engine.subscribe(
+                    {"prompt_token_ids": self.llm.tokenizer.encode_chat(messages)}, params
+                )
             except ValueError as error:
                 print(f"{error}; /reset starts anew", file=sys.stderr)
                 return
-            with contextlib.closing(stream):
-                for output in stream:
-                    first_token = first_token or time.perf_counter()
-                    whole = output.outputs[0].text
-                    print(whole[len(shown) :], end="", flush=True)
-                    shown = whole
-                    if interrupted() or len(output.outputs[0].token_ids) >= MAX_ANSWER:
+            try:
+                # Step by step, so that Ctrl-C is heard while a long prompt is computed
+                while not interrupts.noted and not (output and output.finished):
+                    engine.pump()
+                    while box:
+                        output = box.popleft()
+                        first_token = first_token or time.perf_counter()
+                        whole = output.outputs[0].text
+                        print(shown_safely(whole[len(shown) :]), end="", flush=True)
+                        shown = whole
+                    if output and len(output.outputs[0].token_ids) >= MAX_ANSWER:
                         break
+            finally:
+                engine.unsubscribe(request_id)
+        if output is None:
+            print("stopped before the first token; the message is forgotten", file=sys.stderr)
+            return
         print("" if output.finished else " ...")
         self.messages = [*messages, {"role": "assistant", "content": shown}]
         self.last = Completion(output, first_token - submitted, time.perf_counter() - first_token)
@@ -106,9 +132,13 @@ class Chat:
             print("/save FILE: the file name is missing", file=sys.stderr)
             return
         try:
-            Path(name).expanduser().write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n")
+            _replace(Path(name).expanduser(), json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             print(f"{name}: {error.strerror}", file=sys.stderr)
+        except (RuntimeError, ValueError) as error:  # no such home directory; a NUL in the name
+            print(f"{name}: {error}", file=sys.stderr)
+        else:
+            print(f"saved {len(self.messages)} message{'s' * (len(self.messages) != 1)} to {name}")
 
     def _stats(self, _: str) -> None:
         stats = self.llm.engine.stats()
@@ -122,27 +152,81 @@ class Chat:
         )
 
 
-def _messages(interactive: bool) -> Iterator[str]:
-    """Messages typed: a line each, or the lines between two lines of three quotes. Blank ones are left out."""
-    while True:
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all: an old one stays until the new one is complete. OSError."""
+    if path.exists() and not path.is_file():  # a device, a pipe; a directory fails
+        path.write_text(text, encoding="utf-8")
+        return
+    target = path.resolve()
+    new = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with open(new, "x", encoding="utf-8") as file:
+            file.write(text)
+        if target.exists():
+            new.chmod(target.stat().st_mode & 0o7777)
+        new.replace(target)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+class _Interrupts:
+    """What Ctrl-C does: it is noted, or, once where `raising` is set, a KeyboardInterrupt that ends the typing."""
+
+    noted = False
+    raising = False
+
+    def __call__(self, *_: object) -> None:
+        if self.raising:
+            self.raising = False
+            raise KeyboardInterrupt
+        self.noted = True
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    """While inside, the yielded object decides about Ctrl-C, so that no step is cut in the middle."""
+    interrupts = _Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _messages(interrupts: _Interrupts | None) -> Iterator[str]:
+    """Messages typed: a line each, or the lines between two lines of three quotes. Blank ones are left out.
+
+    interrupts: of a terminal, where prompts are shown and Ctrl-C drops what was typed; None for a pipe. The end of the
+    input also ends a message of several lines.
+    """
+    ended = False
+    while not ended:
+        lines: list[str] = []
         try:
-            text = _read_line("> " if interactive else "")
-            if text.startswith(FENCE):
-                lines = [text[len(FENCE) :]]
+            if interrupts:
+                interrupts.raising = True
+            lines.append(_read_line("> " if interrupts else ""))
+            if lines[0].startswith(FENCE):
+                lines[0] = lines[0][len(FENCE) :]
                 while not lines[-1].endswith(FENCE):
-                    lines.append(_read_line("  " if interactive else ""))
-                text = "\n".join([*lines[:-1], lines[-1][: -len(FENCE)]])
+                    lines.append(_read_line("  " if interrupts else ""))
+                lines[-1] = lines[-1][: -len(FENCE)]
+            if interrupts:
+                interrupts.raising = False
         except EOFError:
-            if interactive:
+            ended = True
+            if interrupts:
+                interrupts.raising = False
                 print()
-            return
         except KeyboardInterrupt:
-            if not interactive:
+            if not interrupts:
                 raise
             print()
             continue
-        if text.strip():
-            yield text.strip()
+        text = "\n".join(lines).strip()
+        if text:
+            yield text
 
 
 def _read_line(prompt: str) -> str:
@@ -152,19 +236,3 @@ def _read_line(prompt: str) -> str:
     if not line:
         raise EOFError
     return line.rstrip("\r\n")
-
-
-@contextlib.contextmanager
-def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """While inside, Ctrl-C only makes the yielded function return True, so that no step is cut in the middle."""
-    noted = False
-
-    def note(*_: object) -> None:
-        nonlocal noted
-        noted = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: noted
-    finally:
-        signal.signal(signal.SIGINT, before)

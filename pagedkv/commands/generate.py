@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagedkv.commands.terminal import on_terminal
+from pagedkv.commands.terminal import on_terminal, shown_safely
 
 if TYPE_CHECKING:
     from pagedkv import LLM, RequestOutput, SamplingParams
@@ -62,7 +62,7 @@ def run(
             if as_json:
                 print(json.dumps(completion.row()), flush=True)
             else:
-                print(f"{completion.output.prompt}{completion.output.outputs[0].text}\n", flush=True)
+                print(shown_safely(f"{completion.output.prompt}{completion.output.outputs[0].text}\n"), flush=True)
 
 
 def read_prompts() -> list[str]:
@@ -113,7 +113,7 @@ def _stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
     for output in llm.stream(prompt, params):
         first_token = first_token or time.perf_counter()
         text = output.outputs[0].text
-        sys.stdout.write(text[shown:])
+        sys.stdout.write(shown_safely(text[shown:]))
         sys.stdout.flush()
         shown = len(text)
     print()

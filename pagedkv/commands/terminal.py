@@ -1,8 +1,17 @@
-"""Who is watching."""
+"""Who is watching, and what may be shown to them."""
 
+import re
 import sys
+
+# Line ends and tabs are harmless; the others could move the cursor, retitle the window or type for the user.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def on_terminal() -> bool:
     """Whether a person watches standard error, so that progress bars and closing lines make sense."""
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def shown_safely(text: str) -> str:
+    """`text` for standard output: at a terminal control characters are replaced, elsewhere nothing is changed."""
+    return _CONTROLS.sub("\ufffd", text) if sys.stdout is not None and sys.stdout.isatty() else text

@@ -1,10 +1,15 @@
 """A conversation through pipes and through a terminal."""
 
+import contextlib
+import fcntl
+import io
 import json
 import os
 import re
 import select
 import signal
+import subprocess
+import termios
 
 import command_line
 import pytest
@@ -12,6 +17,7 @@ import pytest
 from pagedkv import LLM
 from pagedkv.commands import chat as chat_module
 from pagedkv.commands.chat import HELP, Chat
+from pagedkv.commands.terminal import shown_safely
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +77,73 @@ def test_a_message_too_long_is_refused_and_forgotten(llm, capsys):
     assert errors.count("\n") == 1 and "8192" in errors and "/reset" in errors
 
 
+def test_bytes_that_are_no_text_cost_their_line_only(smollm2_path, tmp_path):
+    process = command_line.start(
+        tmp_path, "chat", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    shown, errors = process.communicate(b"caf\xe9 au lait\n/stats\nSay hi.\n/stats\n", timeout=120)
+    assert process.returncode == 0
+    assert errors == b"the message is not text: byte 0xe9 at index 3\n"
+    assert b"0 messages" in shown and b"2 messages" in shown
+
+
+def test_the_end_of_input_ends_a_message_of_several_lines(llm, capsys, monkeypatch):
+    chat, sent = Chat(llm), []
+    monkeypatch.setattr(chat, "answer", sent.append)
+    monkeypatch.setattr("sys.stdin", io.StringIO('one\n"""two\nthree"""\n""""""\n"""\nfour\n\nfive\n'))
+    chat.loop()
+    assert sent == ["one", "two\nthree", "four\n\nfive"]
+
+
+def test_an_interrupt_while_the_prompt_is_computed(llm, capsys, monkeypatch):
+    """Ctrl-C in the first of three steps that a prompt needs: no more of them, and nothing is remembered."""
+    pump, steps = llm.engine.pump, []
+
+    def step():
+        steps.append(pump())
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(llm.engine, "pump", step)
+    chat = Chat(llm)
+    chat.answer("a " * 800)
+    assert len(steps) == 1 and chat.messages == [] and chat.last is None
+    assert capsys.readouterr().err == "stopped before the first token; the message is forgotten\n"
+    assert llm.engine.stats()["pages_in_use"] == 0 and not llm.engine.has_unfinished()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_save_that_fails_is_one_line(llm, capsys, tmp_path):
     chat = Chat(llm)
-    chat._save(str(tmp_path / "absent" / "x.json"))
-    chat._save("")
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2 and "No such file" in errors[0] and "file name" in errors[1]
+    for name in (tmp_path / "absent" / "x.json", tmp_path, "", "a\0b", "~nobody-of-this-name/x"):
+        chat._save(str(name))
+        errors = capsys.readouterr().err
+        assert errors.count("\n") == 1 and len(errors) > 10, name
+
+
+def test_save_replaces_a_file_whole_or_not_at_all(llm, capsys, tmp_path, monkeypatch):
+    path, link = tmp_path / "talk.json", tmp_path / "link.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    chat = Chat(llm)
+    chat.messages = [{"role": "user", "content": "caf\u00e9 \u4e16"}]
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_module.Path, "replace", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            chat._save(str(path))
+    assert path.read_text() == "old" and sorted(os.listdir(tmp_path)) == ["link.json", "talk.json"]
+    chat._save(str(link))
+    assert json.loads(path.read_bytes().decode("utf-8")) == chat.messages and link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640 and sorted(os.listdir(tmp_path)) == ["link.json", "talk.json"]
+    chat._save("/dev/null")
+    assert capsys.readouterr().out == f"saved 1 message to {link}\nsaved 1 message to /dev/null\n"
+
+
+def test_controls_do_not_reach_a_terminal(monkeypatch):
+    wild = "a\tb\nc\x1b]0;title\x07\r\x9b2J\x7f\x00 \u4e16"
+    assert shown_safely(wild) == wild  # a pipe gets what there is
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert shown_safely(wild) == "a\tb\nc\ufffd]0;title\ufffd\ufffd\ufffd2J\ufffd\ufffd \u4e16"
 
 
 def test_a_model_without_a_template_is_refused(pagedkv_command, smollm2_path, tmp_path):
@@ -100,26 +167,81 @@ def read_until(terminal, wanted, meanwhile=lambda: None):
     pytest.fail(f"no {wanted!r} in {shown!r}")
 
 
-def test_interrupts_on_a_terminal(smollm2_path, tmp_path):
-    """Ctrl-C stops an answer and drops a typed line, and the conversation goes on; Ctrl-D leaves."""
+@contextlib.contextmanager
+def on_a_terminal(directory):
+    """(process, terminal): `pagedkv chat` on a terminal of its own, so that keys such as Ctrl-C do what they do."""
     terminal, other = os.openpty()
-    process = command_line.start(tmp_path, "chat", stdin=other, stdout=other, stderr=other)
+
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    process = subprocess.Popen(
+        [*command_line.COMMAND, "chat"],
+        cwd=directory,
+        env=command_line.environment(TERM="xterm", INPUTRC="/dev/null"),
+        preexec_fn=take_terminal,
+        stdin=other,
+        stdout=other,
+        stderr=other,
+    )
     os.close(other)
     try:
         read_until(terminal, rb"/help lists the commands.*\n.*> ")
-        os.write(terminal, b"Count from 1 to 10000, one number a line, and do not stop.\n")
-        read_until(terminal, rb"\n.*\w")  # the echo, then the answer begins
-        process.send_signal(signal.SIGINT)
-        read_until(terminal, rb"> $")
-        os.write(terminal, b"half a li")
-        read_until(terminal, rb"half a li")
-        # a signal that comes just before input() waits is seen only at the next one, so press like a person
-        read_until(terminal, rb"\n.*> $", lambda: process.send_signal(signal.SIGINT))
-        os.write(terminal, b"/stats\n")
-        assert b"2 messages" in read_until(terminal, rb"messages.*\n(.*\n)*.*> $")
-        os.write(terminal, b"\x04")
-        assert process.wait(timeout=30) == 0
+        yield process, terminal
     finally:
         process.kill()
         process.wait()
         os.close(terminal)
+
+
+def test_interrupts_on_a_terminal(smollm2_path, tmp_path):
+    """Ctrl-C stops an answer and drops a typed line, and the conversation goes on; Ctrl-D leaves."""
+    with on_a_terminal(tmp_path) as (process, terminal):
+        os.write(terminal, b"Count from 1 to 10000, one number a line, and do not stop.\r")
+        read_until(terminal, rb"\n.*\w")  # the echo, then the answer begins
+        os.write(terminal, b"\x03")
+        read_until(terminal, rb"> $")
+        os.write(terminal, b"half a li")
+        read_until(terminal, rb"half a li")
+        # a signal that comes just before input() waits is seen only at the next one, so press like a person
+        read_until(terminal, rb"\n.*> $", lambda: os.write(terminal, b"\x03"))
+        os.write(terminal, b"/stats\r")
+        assert b"2 messages" in read_until(terminal, rb"messages.*\n(.*\n)*.*> $")
+        os.write(terminal, b"\x04")
+        assert process.wait(timeout=30) == 0
+
+
+def test_no_number_of_interrupts_ends_the_program(smollm2_path, tmp_path):
+    """They come at any moment: amid commands, between two of them, before an answer and as it ends."""
+    with on_a_terminal(tmp_path) as (process, terminal):
+        for text in (b"/stats\r", b"Say hi.\r", b"/reset\r") * 4:
+            os.write(terminal, text)
+            for _ in range(12):
+                process.send_signal(signal.SIGINT)
+                select.select([terminal], [], [], 0.01)
+                while select.select([terminal], [], [], 0)[0]:
+                    os.read(terminal, 4096)
+            assert process.poll() is None
+        read_until(terminal, rb"messages, .* of 8192(.*\n)*.*> $", lambda: os.write(terminal, b"/stats\r"))
+        os.write(terminal, b"/exit\r")
+        assert process.wait(timeout=30) == 0
+
+
+def test_lines_edited_recalled_and_pasted(smollm2_path, tmp_path):
+    """A pasted text of several lines is one message; the arrow up brings back what was typed."""
+    pytest.importorskip("readline", reason="this Python was built without readline")
+    with on_a_terminal(tmp_path) as (process, terminal):
+        os.write(terminal, b"\x1b[200~Say\nhi.\x1b[201~")
+        read_until(terminal, rb"hi\.")
+        os.write(terminal, b"\r")
+        read_until(terminal, rb"\n(.*\n)*.*\w(.*\n)*.*> $")
+        os.write(terminal, b"/save one.json\r")
+        read_until(terminal, rb"saved 2 messages(.*\n)*.*> $")
+        os.write(terminal, b"\x1b[A\x7f\x7f\x7f\x7f\x7fx.json\r")  # the line before, its end changed
+        read_until(terminal, rb"saved 2 messages to one.*x\.json(.*\n)*.*> $")
+        os.write(terminal, b"/exit\r")
+        assert process.wait(timeout=30) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["one.json", "onex.json"]
+    assert json.loads((tmp_path / "one.json").read_text())[0] == {"role": "user", "content": "Say\nhi."}
