@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 EXPORTS = {
     "LLM": "pagedkv.llm",
     "LLMEngine": "pagedkv.engine.engine",
+    "AsyncEngine": "pagedkv.engine.async_engine",
+    "EngineDeadError": "pagedkv.engine.engine_thread",
+    "QueueFull": "pagedkv.engine.admission",
     "SamplingParams": "pagedkv.engine.params",
     "RequestOutput": "pagedkv.engine.outputs",
     "CompletionOutput": "pagedkv.engine.outputs",
@@ -42,7 +45,10 @@ if TYPE_CHECKING:
     from pagedkv.core.kvcache import PagedKVCache as PagedKVCache
     from pagedkv.core.prefix import PrefixIndex as PrefixIndex
     from pagedkv.core.sequence import Sequence as Sequence
+    from pagedkv.engine.admission import QueueFull as QueueFull
+    from pagedkv.engine.async_engine import AsyncEngine as AsyncEngine
     from pagedkv.engine.engine import LLMEngine as LLMEngine
+    from pagedkv.engine.engine_thread import EngineDeadError as EngineDeadError
     from pagedkv.engine.outputs import CompletionOutput as CompletionOutput
     from pagedkv.engine.outputs import Logprob as Logprob
     from pagedkv.engine.outputs import RequestOutput as RequestOutput

@@ -67,7 +67,8 @@ class LLM:
     max_model_len: tokens of prompt and output together, None: the model's context. max_num_seqs: outputs computed at a
     time. max_num_batched_tokens: tokens computed in one step, decodes first. enable_prefix_caching: reuse the pages of
     equal prompt beginnings. quantization: weight type to convert float weights to, None: as in the file.
-    activations: "int8" or "int12".
+    activations: "int8" or "int12". max_waiting: most requests that may wait in the queue, None: any number; beyond it
+    engine.add_request() and AsyncEngine raise QueueFull; generate(), chat() and stream() queue what they are given.
 
     Raises ValueError naming field, value and range; ModelError for a file that cannot be used. No setting but model,
     kv_format, quantization and activations changes any output; where a model has several rotation tables,
@@ -89,6 +90,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         quantization: str | None = None,
         activations: str = "int8",
+        max_waiting: int | None = None,
     ) -> None:
         if not isinstance(model, (str, Path)) or not str(model):
             raise refuse("model", model, "a catalogue name, a .gguf file or a model directory")
@@ -107,6 +109,8 @@ class LLM:
         check_int("max_num_seqs", max_num_seqs, 1, 65536)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1, 1 << 20)
         check_bool("enable_prefix_caching", enable_prefix_caching)
+        if max_waiting is not None:
+            check_int("max_waiting", max_waiting, 0)
 
         self._closed = False
         self.model = load_model(
@@ -139,6 +143,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 enable_prefix_caching=enable_prefix_caching,
+                max_waiting=max_waiting,
             )
         except BaseException:
             self.model.close()

@@ -1,35 +1,37 @@
 """The engine: requests in, one batched forward per step, outputs out."""
 
+import contextlib
 import functools
+import heapq
 import itertools
-import secrets
 import threading
+import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..core.errors import PoolExhausted
 from ..core.sampler import Sampler, SamplingState
-from ..models.streaming import StreamDecoder
-from .checks import INT32_MAX, check_int, refuse
+from . import forks
+from .admission import Admission, Prompt, QueueFull
+from .checks import check_int, refuse
 from .outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
 from .params import SamplingParams
 from .prefix import PrefixCache
 from .request import Branch, Request
 from .scheduler import Chunk, Scheduler
-from .text import OutputText
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLMEngine:
     """Runs any number of requests over one model and one paged cache.
 
     model: a LoadedModel. kv: a PagedKVCache; the engine owns all its pages. max_model_len: prompt and output together.
-    Every method may be called from any thread; a step holds the lock, so others wait for its end.
+    max_waiting: most requests that may wait, None: any number.
+    Every method may be called from any thread; add_request() and stats() never wait, the others for the end of a step.
+    A fork of the process waits for the end of a step, too; the child has the engine and its requests as they were.
     A request's outputs depend on the model, its prompt, its parameters and its seed, and on nothing else.
     """
 
@@ -42,10 +44,13 @@ class LLMEngine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         enable_prefix_caching: bool = True,
+        max_waiting: int | None = None,
     ) -> None:
         self.model = model
         self.kv = kv
         self.max_model_len = max_model_len
+        self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
+        self.admission = Admission(model, kv, max_model_len)
         self.scheduler = Scheduler(
             kv,
             max_num_seqs=max_num_seqs,
@@ -57,9 +62,40 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
-        self._n_added = 0
-        self._lock = threading.RLock()
+        self._incoming: deque[Request] = deque()  # queued since the last step
+        self._doomed: deque[Request] = deque()  # to be aborted before the next one
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self._closed = False
         self._token_text = functools.lru_cache(4096)(self._decode_alone)
+        self._make_locks()
+        forks.watch(self)
+
+    # Locks, in the order in which they are taken
+
+    def _make_locks(self) -> None:
+        self._turn = threading.RLock()  # held by one who waits for the lock, so that the next step waits for him
+        self._lock = threading.RLock()  # held during a step, and for whatever must not see half of one
+        self._intake = threading.Lock()  # held for a moment, to check the queue and to add to it
+
+    def _in_turn(self) -> contextlib.AbstractContextManager[Any]:
+        """What a thread enters before it takes the lock, so that a thread that steps without pause cannot starve it."""
+        owned = self._lock._is_owned()  # type: ignore[attr-defined]
+        return contextlib.nullcontext() if owned else self._turn
+
+    def before_fork(self) -> None:
+        """Wait for the end of the step, so that the child finds the engine between two."""
+        with self._in_turn():
+            self._lock.acquire()
+        self._intake.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        """Go on."""
+        self._intake.release()
+        self._lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Go on with locks that no lost thread waits for."""
+        self._make_locks()
 
     # Requests
 
@@ -70,27 +106,39 @@ class LLMEngine:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        timeout: float | None = None,
     ) -> str:
-        """Queue a request; returns its id (a fresh one if None is given). Computes nothing.
+        """Queue a request; returns its id (a fresh one if None is given). Computes nothing, waits for no step.
 
         prompt: a text, token ids, or a mapping with "prompt_token_ids" or "prompt"; with "cache_salt" in it, a text,
-        its cached pages are only found by prompts of equal salt. Lower priorities run first.
+        its cached pages are only found by prompts of equal salt. Lower priorities run first. timeout: seconds from now;
+        the first step after them ends the request, finish_reason "abort", stop_reason "timeout", text so far kept.
         Raises ValueError for an empty prompt, ids outside the vocabulary, an id already in use, a prompt longer than
-        the context, or a request that could never fit the pool, with the numbers.
+        the context, or a request that could never fit the pool, with the numbers; QueueFull if max_waiting others wait.
         """
-        return self._add(prompt, params, request_id, priority, final_only=False, mailbox=False)
+        return self.enqueue(self.prepare(prompt, params, priority=priority, timeout=timeout), request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free its pages; False if there is none of this id. Its last output, with what it had
         and finish_reason "abort", comes with the next step."""
-        with self._lock:
+        with self._in_turn(), self._lock:
+            self._settle()
             request = self._requests.get(request_id)
-            if request is None:
-                return False
-            for branch in request.branches:
-                self._finish(branch, "abort")
-            self._emit(request)
-            return True
+            return request is not None and self._end(request, "abort")
+
+    def abort_soon(self, request_id: str) -> bool:
+        """abort() that waits for nothing: carried out before the next step or settle(). False if there is no request of
+        this id or its end was asked for before. A request in its last step may still end by itself."""
+        request = self._requests.get(request_id)
+        return request is not None and self.doom(request)
+
+    def doom(self, request: Request) -> bool:
+        """abort_soon() of this very request, not of one that has got its id since. Takes no lock: for finalizers."""
+        if request.doomed or self._requests.get(request.request_id) is not request:
+            return False
+        request.doomed = True
+        self._doomed.append(request)
+        return True
 
     def has_unfinished(self) -> bool:
         """Whether step() has something to compute or to hand out."""
@@ -99,6 +147,8 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Compute one batch and return the outputs that changed, one per request. Every request yields exactly one
         output with finished=True. Releases the GIL while computing."""
+        with self._in_turn():
+            pass
         with self._lock:
             if not self._unclaimed or self._requests:
                 self._run_step()
@@ -114,7 +164,7 @@ class LLMEngine:
             "pages_cached": kv.n_cached,
             "pages_in_use": kv.n_in_use,
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
+            "waiting": len(scheduler.waiting) + len(self._incoming),
             "preemptions": scheduler.n_preemptions,
             "prefix_hit_tokens": scheduler.n_prefix_hit_tokens,
             "prefix_query_tokens": scheduler.n_prefix_query_tokens,
@@ -128,30 +178,55 @@ class LLMEngine:
     def subscribe(
         self, prompt: Prompt, params: SamplingParams | None = None, *, final_only: bool = False
     ) -> tuple[str, deque[RequestOutput]]:
-        """add_request() whose outputs go into the returned deque, by pump() and step(); final_only: the last alone."""
-        request_id = self._add(prompt, params, None, 0, final_only=final_only, mailbox=True)
-        return request_id, self._mailboxes[request_id]
+        """add_request() whose outputs go into the returned deque, by pump() and step(); final_only: the last alone.
+        max_waiting does not hold for it: who runs the steps himself cannot come back later."""
+        box: deque[RequestOutput] = deque()
+        request = self.prepare(prompt, params, final_only=final_only, sink=box.append)
+        request_id = self.enqueue(request, limited=False)
+        self._mailboxes[request_id] = box
+        return request_id, box
 
     def unsubscribe(self, request_id: str) -> None:
         """Abort the request if it still runs and drop its mailbox. Unknown ids are ignored."""
-        with self._lock:
+        with self._in_turn(), self._lock:
             self.abort(request_id)
             self._mailboxes.pop(request_id, None)
 
     def pump(self) -> None:
-        """One step whose outputs for requests without a mailbox are kept for the next step() call."""
+        """One step whose outputs for requests without a sink are kept for the next step() call."""
+        with self._in_turn():
+            pass
         with self._lock:
             self._run_step()
+
+    def settle(self) -> None:
+        """What a step does before it computes: queue what came in, carry out aborts and deadlines."""
+        with self._in_turn(), self._lock:
+            self._settle()
+
+    def between_steps(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """fn(*args), while no step runs; fn may call any method."""
+        with self._in_turn(), self._lock:
+            return fn(*args)
+
+    def fail(self, why: str) -> None:
+        """End the running requests, or if none runs all of them, with finish_reason "error" and this stop_reason; for
+        whoever steps and caught an exception, so that the next step is not the same one again."""
+        with self._in_turn(), self._lock:
+            self._settle()
+            running = {branch.request: None for branch in self.scheduler.running}
+            for request in running or list(self._requests.values()):
+                self._end(request, "error", why)
 
     def logits(self, token_ids: Iterable[int], *, chunk: int | None = None) -> np.ndarray:
         """Next-token logits at every position: float32 [n, vocab], from one paged prefill in chunks of `chunk` tokens
         (None: the step's budget). Raises ValueError as add_request does, PoolExhausted while requests hold pages."""
-        ids = self._checked_ids(token_ids)
+        ids = self.admission.checked_ids(token_ids)
         size = self.scheduler.max_num_batched_tokens if chunk is None else check_int("chunk", chunk, 1)
-        self._refuse_unfit(len(ids), 0)
+        self.admission.refuse_unfit(len(ids), 0)
         forward = self.model.forward
         out = np.empty((len(ids), forward.vocab_size), np.float32)
-        with self._lock:
+        with self._in_turn(), self._lock:
             seq = self.kv.sequence()
             try:
                 for start in range(0, len(ids), size):
@@ -166,126 +241,82 @@ class LLMEngine:
         return out
 
     def close(self) -> None:
-        """Abort everything and forget all outputs. Nothing may be added afterwards."""
-        with self._lock:
+        """Abort everything and forget all outputs. Nothing can be added afterwards: RuntimeError."""
+        self._closed = True
+        with self._in_turn(), self._lock:
             for request_id in list(self._requests):
                 self.abort(request_id)
             self._mailboxes.clear()
             self._unclaimed.clear()
 
-    # Admission
+    # The queue
 
-    def _add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        *,
-        final_only: bool,
-        mailbox: bool,
-    ) -> str:
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise refuse("params", params, "a SamplingParams")
-        check_int("priority", priority, -INT32_MAX)
-        text, ids = self._tokens_of(prompt)
-        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
-        if not isinstance(salt, str):
-            raise refuse("cache_salt", salt, "a text")
-        capacity = self._refuse_unfit(len(ids), params.max_tokens)
-        with self._lock:
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
+        """A checked request that enqueue() takes; options as Admission.request has them. Changes nothing, waits for no
+        step. Raises ValueError as add_request does."""
+        return self.admission.request(prompt, params, **options)
+
+    def enqueue(self, request: Request, request_id: str | None = None, *, limited: bool = True) -> str:
+        """Queue a prepared request and return its id. Waits for no step. limited: QueueFull if max_waiting requests
+        wait already. Raises ValueError for an id in use, RuntimeError after close()."""
+        with self._intake:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
             if request_id is None:
-                names = (f"request-{i}" for i in itertools.count(self._n_added))
-                request_id = next(name for name in names if name not in self._requests and name not in self._mailboxes)
-            elif not isinstance(request_id, str) or request_id in self._requests or request_id in self._mailboxes:
+                names = (f"request-{i}" for i in itertools.count(request.arrival))
+                request_id = next(name for name in names if not self._in_use(name))
+            elif not isinstance(request_id, str) or self._in_use(request_id):
                 raise refuse("request_id", request_id, "a text that no unfinished request has")
-            stop_ids = frozenset(params.stop_token_ids or ()) | (
-                frozenset() if params.ignore_eos else frozenset(self.model.config.stop_token_ids)
-            )
-            request = Request(
-                request_id,
-                text,
-                ids,
-                params,
-                max_new_tokens=min(params.max_tokens or INT32_MAX, max(1, capacity - len(ids))),
-                stop_ids=stop_ids,
-                priority=int(priority),
-                arrival=self._n_added,
-                salt=salt,
-                final_only=final_only,
-            )
-            request.branches = self._branches(request)
-            self._n_added += 1
+            if limited:
+                self._refuse_crowd()
+            request.request_id = request_id
             self._requests[request_id] = request
-            if mailbox:
-                self._mailboxes[request_id] = deque()
-            self.scheduler.add(request.branches[0])
+            self._incoming.append(request)
+            if self._closed:  # by another thread that did not see the request yet
+                self._requests.pop(request_id, None)
+                raise RuntimeError("the engine is closed")
         return request_id
 
-    def _branches(self, request: Request) -> list[Branch]:
-        params = request.params
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        return [
-            Branch(
-                request,
-                index,
-                SamplingState(
-                    self.model.forward.vocab_size,
-                    temperature=params.temperature,
-                    top_k=params.top_k,
-                    top_p=params.top_p,
-                    min_p=params.min_p,
-                    seed=seed,
-                    index=index,
-                    min_tokens=params.min_tokens,
-                    stop_ids=sorted(request.stop_ids),
-                    logit_bias=params.logit_bias,
-                    presence_penalty=params.presence_penalty,
-                    frequency_penalty=params.frequency_penalty,
-                    repetition_penalty=params.repetition_penalty,
-                    prompt_ids=request.prompt_token_ids,
-                    logprobs=params.logprobs,
-                ),
-                OutputText(StreamDecoder(self.model.tokenizer, params.skip_special_tokens), params.stop or ()),
-            )
-            for index in range(params.n)
-        ]
+    def _in_use(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._mailboxes
 
-    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), self._checked_ids(prompt["prompt_token_ids"])
-            prompt = prompt.get("prompt", prompt)
-        if isinstance(prompt, str):
-            return prompt, self._checked_ids(self.model.tokenizer.encode(prompt))
-        return None, self._checked_ids(prompt)
+    def _refuse_crowd(self) -> None:
+        """Raise QueueFull if the queue is. What came since the last step counts only beyond the free slots."""
+        if self.max_waiting is None:
+            return
+        scheduler = self.scheduler
+        free = max(0, scheduler.max_num_seqs - len(scheduler.running) - len(scheduler.waiting))
+        n_waiting = len(scheduler.waiting) + max(0, len(self._incoming) - free)
+        if n_waiting >= self.max_waiting:
+            raise QueueFull(f"{n_waiting} requests are waiting; max_waiting is {self.max_waiting}")
 
-    def _checked_ids(self, ids: Any) -> list[int]:
-        if isinstance(ids, (bytes, Mapping)) or not isinstance(ids, Iterable):
-            raise refuse("prompt", ids, 'a text, token ids, or {"prompt_token_ids": [...]}')
-        found = [check_int("prompt_token_ids", token, 0, self.model.forward.vocab_size - 1) for token in ids]
-        if not found:
-            raise ValueError("prompt must hold at least 1 token, and is empty")
-        return found
+    def _settle(self) -> None:
+        """Between steps: queue what came in, end what was asked to end or is past its deadline."""
+        while self._incoming:
+            request = self._incoming.popleft()
+            if self._requests.get(request.request_id) is not request:
+                continue
+            self.scheduler.add(request.branches[0])
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        while self._doomed:
+            self._end(self._doomed.popleft(), "abort")
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            self._end(heapq.heappop(self._deadlines)[2], "abort", "timeout")
 
-    def _refuse_unfit(self, n_prompt: int, max_tokens: int | None) -> int:
-        """Raise ValueError for what can never be computed; returns how many tokens prompt and output may have."""
-        if n_prompt > self.max_model_len:
-            raise ValueError(f"prompt of {n_prompt} tokens is longer than the context of {self.max_model_len}")
-        room = self.kv.n_pages * self.kv.page_tokens
-        new = min(max(1, self.max_model_len - n_prompt), 1 if max_tokens is None else max(1, max_tokens))
-        needed = n_prompt + new - 1  # the last token's K/V is never stored
-        if needed > room:
-            raise ValueError(
-                f"prompt of {n_prompt} tokens with {new} new ones needs room for {needed} tokens; "
-                f"the pool holds {room} ({self.kv.n_pages} pages of {self.kv.page_tokens})"
-            )
-        return min(self.max_model_len, room + 1)
+    def _end(self, request: Request, reason: FinishReason, why: str | None = None) -> bool:
+        """End all branches that still run and hand out the last output; False if the request has ended before."""
+        if self._requests.get(request.request_id) is not request:
+            return False
+        for branch in request.branches:
+            self._finish(branch, reason, why)
+        self._emit(request)
+        return True
 
     # One step
 
     def _run_step(self) -> None:
+        self._settle()
         if not self._requests:
             return
         chunks = self.scheduler.schedule()
@@ -417,7 +448,9 @@ class LLMEngine:
         finished = request.finished
         if finished:
             del self._requests[request.request_id]
+            if len(self._deadlines) > 64 + 2 * len(self._requests):  # mostly of requests that are gone
+                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
+                heapq.heapify(self._deadlines)
         if request.final_only and not finished:
             return
-        mailbox = self._mailboxes.get(request.request_id)
-        (self._unclaimed if mailbox is None else mailbox).append(request.output())
+        (request.sink or self._unclaimed.append)(request.output())

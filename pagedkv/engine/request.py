@@ -1,6 +1,7 @@
 """A request and its branches: everything about an output that must survive waiting, preemption and recomputation."""
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from .outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -9,7 +10,11 @@ from .text import OutputText
 
 
 class Request:
-    """One prompt, its parameters and its n branches. Lower `priority` runs first; `arrival` orders equals."""
+    """One prompt, its parameters and its n branches. Lower `priority` runs first; `arrival` orders equals.
+
+    sink: takes the outputs, on whatever thread steps or aborts, None: step() returns them. arrival_time, deadline: on
+    time.monotonic()'s clock. doomed: its abort is asked for and not yet carried out.
+    """
 
     def __init__(
         self,
@@ -24,6 +29,9 @@ class Request:
         arrival: int = 0,
         salt: str = "",
         final_only: bool = False,
+        sink: Callable[[RequestOutput], None] | None = None,
+        arrival_time: float = 0.0,
+        deadline: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -35,6 +43,10 @@ class Request:
         self.arrival = arrival
         self.salt = salt
         self.final_only = final_only
+        self.sink = sink
+        self.arrival_time = arrival_time
+        self.deadline = deadline
+        self.doomed = False
         self.branches: list[Branch] = []
         self.forked = False
         self.num_cached_tokens: int | None = None

@@ -1,0 +1,139 @@
+"""From what a caller asks to a checked Request: all that can be refused without knowing what else runs."""
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..core.sampler import SamplingState
+from ..models.streaming import StreamDecoder
+from .checks import INT32_MAX, check_int, check_real, refuse
+from .outputs import RequestOutput
+from .params import SamplingParams
+from .request import Branch, Request
+from .text import OutputText
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+MAX_TIMEOUT = 1e9  # seconds
+
+
+class QueueFull(RuntimeError):
+    """`max_waiting` requests wait already. Nothing was queued; the caller may come back later."""
+
+
+class Admission:
+    """Makes requests of one engine. Changes nothing and takes no lock: any thread, also during a step."""
+
+    def __init__(self, model: Any, kv: Any, max_model_len: int) -> None:
+        self.model = model
+        self.kv = kv
+        self.max_model_len = max_model_len
+        self._arrivals = itertools.count()
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        final_only: bool = False,
+        sink: Callable[[RequestOutput], None] | None = None,
+    ) -> Request:
+        """A request without a name, ready to be queued. Raises ValueError as LLMEngine.add_request says."""
+        arrival_time = time.monotonic()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise refuse("params", params, "a SamplingParams")
+        check_int("priority", priority, -INT32_MAX)
+        if timeout is not None:
+            timeout = check_real("timeout", timeout, 0.0, MAX_TIMEOUT, open_low=True)
+        text, ids = self.tokens_of(prompt)
+        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        if not isinstance(salt, str):
+            raise refuse("cache_salt", salt, "a text")
+        capacity = self.refuse_unfit(len(ids), params.max_tokens)
+        stop_ids = frozenset(params.stop_token_ids or ()) | (
+            frozenset() if params.ignore_eos else frozenset(self.model.config.stop_token_ids)
+        )
+        request = Request(
+            "",
+            text,
+            ids,
+            params,
+            max_new_tokens=min(params.max_tokens or INT32_MAX, max(1, capacity - len(ids))),
+            stop_ids=stop_ids,
+            priority=int(priority),
+            arrival=next(self._arrivals),
+            salt=salt,
+            final_only=final_only,
+            sink=sink,
+            arrival_time=arrival_time,
+            deadline=None if timeout is None else arrival_time + timeout,
+        )
+        request.branches = self._branches(request)
+        return request
+
+    def _branches(self, request: Request) -> list[Branch]:
+        params = request.params
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return [
+            Branch(
+                request,
+                index,
+                SamplingState(
+                    self.model.forward.vocab_size,
+                    temperature=params.temperature,
+                    top_k=params.top_k,
+                    top_p=params.top_p,
+                    min_p=params.min_p,
+                    seed=seed,
+                    index=index,
+                    min_tokens=params.min_tokens,
+                    stop_ids=sorted(request.stop_ids),
+                    logit_bias=params.logit_bias,
+                    presence_penalty=params.presence_penalty,
+                    frequency_penalty=params.frequency_penalty,
+                    repetition_penalty=params.repetition_penalty,
+                    prompt_ids=request.prompt_token_ids,
+                    logprobs=params.logprobs,
+                ),
+                OutputText(StreamDecoder(self.model.tokenizer, params.skip_special_tokens), params.stop or ()),
+            )
+            for index in range(params.n)
+        ]
+
+    def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The prompt's text, if it is one, and its token ids, checked."""
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), self.checked_ids(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt", prompt)
+        if isinstance(prompt, str):
+            return prompt, self.checked_ids(self.model.tokenizer.encode(prompt))
+        return None, self.checked_ids(prompt)
+
+    def checked_ids(self, ids: Any) -> list[int]:
+        """`ids` as a list of at least one token of the vocabulary."""
+        if isinstance(ids, (bytes, Mapping)) or not isinstance(ids, Iterable):
+            raise refuse("prompt", ids, 'a text, token ids, or {"prompt_token_ids": [...]}')
+        found = [check_int("prompt_token_ids", token, 0, self.model.forward.vocab_size - 1) for token in ids]
+        if not found:
+            raise ValueError("prompt must hold at least 1 token, and is empty")
+        return found
+
+    def refuse_unfit(self, n_prompt: int, max_tokens: int | None) -> int:
+        """Raise ValueError for what can never be computed; returns how many tokens prompt and output may have."""
+        if n_prompt > self.max_model_len:
+            raise ValueError(f"prompt of {n_prompt} tokens is longer than the context of {self.max_model_len}")
+        room = self.kv.n_pages * self.kv.page_tokens
+        new = min(max(1, self.max_model_len - n_prompt), 1 if max_tokens is None else max(1, max_tokens))
+        needed = n_prompt + new - 1  # the last token's K/V is never stored
+        if needed > room:
+            raise ValueError(
+                f"prompt of {n_prompt} tokens with {new} new ones needs room for {needed} tokens; "
+                f"the pool holds {room} ({self.kv.n_pages} pages of {self.kv.page_tokens})"
+            )
+        return min(self.max_model_len, room + 1)
