@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 from collections import Counter
 
 import pytest
@@ -157,3 +158,19 @@ def test_time_goes_forward():
     engine = make()
     times = [arena_map(engine)["time"] for _ in range(3)]
     assert times == sorted(times)
+
+
+def test_others_may_queue_meanwhile():
+    engine = make()
+    adding = threading.Thread(
+        target=lambda: [engine.add_request([1, 2], params(), request_id=str(i)) for i in range(500)]
+    )
+    adding.start()
+    seen = []
+    while not seen or seen[-1] < 500:
+        found = arena_map(engine)
+        assert len(found["queue"]) == found["stats"]["waiting"]
+        assert [each["request_id"] for each in found["queue"]] == [str(i) for i in range(len(found["queue"]))]
+        seen.append(len(found["queue"]))
+    adding.join()
+    assert seen == sorted(seen)
