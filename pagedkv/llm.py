@@ -215,10 +215,10 @@ class LLM:
     def close(self) -> None:
         """Abort what runs and free everything. Idempotent; the object is unusable afterwards."""
         if not self._closed:
-            self._closed = True
             self.engine.close()
             self.kv.close()
             self.model.close()
+            self._closed = True
 
     def __enter__(self) -> "LLM":
         return self

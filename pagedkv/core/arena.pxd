@@ -27,4 +27,6 @@ cdef object error(int64_t code, pkv_arena *a, str message)
 
 cdef class Arena:
     cdef pkv_arena *ptr
-    cdef int64_t n_views
+    cdef int64_t n_holds
+    cdef int hold(self) except -1
+    cdef void let_go(self) noexcept

@@ -90,6 +90,12 @@ cdef int64_t pkv_arena_close(pkv_arena *a) noexcept nogil:
     if a == NULL or not canaries_hold(a):
         return -PKV_TAMPER
     lock(a)
+    close_and_unlock(a)
+    return 0
+
+
+cdef void close_and_unlock(pkv_arena *a) noexcept nogil:
+    """Refuse every later call, wait for copies in flight, give the pages back. The lock is held on entry, not after."""
     a.fault_page = -1
     atomic_store_u32(&a.fault, PKV_FAULT_CLOSED, RELAXED)
     while a.n_copies:
@@ -103,7 +109,6 @@ cdef int64_t pkv_arena_close(pkv_arena *a) noexcept nogil:
         a.storage = NULL
         a.pages = NULL
     unlock(a)
-    return 0
 
 
 cdef int64_t pkv_arena_destroy(pkv_arena *a) noexcept nogil:
@@ -275,11 +280,15 @@ cdef class PageView:
     cdef uint8_t *start
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, self.start, self.arena.ptr.page_bytes, 0, flags)
-        add_fetch(&self.arena.n_views, 1, RELAXED)
+        self.arena.hold()
+        try:
+            PyBuffer_FillInfo(buffer, self, self.start, self.arena.ptr.page_bytes, 0, flags)
+        except BaseException:
+            self.arena.let_go()
+            raise
 
     def __releasebuffer__(self, Py_buffer *buffer):
-        add_fetch(&self.arena.n_views, -1, RELAXED)
+        self.arena.let_go()
 
 
 cdef class Arena:
@@ -315,15 +324,38 @@ cdef class Arena:
         if self.ptr != NULL:
             pkv_arena_destroy(self.ptr)
 
+    cdef int hold(self) except -1:
+        """Keep the pages mapped until let_go, for what touches them without the GIL; Tampered when the arena is closed or
+        damaged. Counted under the lock, where close looks: either close sees the holder or the holder sees it closed.
+        """
+        if enter(self.ptr):
+            raise error(-PKV_TAMPER, self.ptr, "")
+        add_fetch(&self.n_holds, 1, RELAXED)
+        unlock(self.ptr)
+        return 0
+
+    cdef void let_go(self) noexcept:
+        """Undo one hold; all that was done with the pages happens before a close. Needs nothing of a damaged arena."""
+        add_fetch(&self.n_holds, -1, RELEASE)
+
     def close(self):
         """Give all pages back to the system; every later call raises Tampered. Idempotent.
 
-        Raises BadInput while a view from page() is alive. Waits for copies in flight.
+        Raises BadInput, and closes nothing, while a view from page() is alive or another thread is inside a call that
+        reads or writes pages. Waits for copies of write_page.
         """
-        if load_i64(&self.n_views, RELAXED):
-            raise error(-PKV_BAD_INPUT, NULL, f"close: {self.n_views} page views are still in use")
+        cdef int64_t n_holds = 0
+        if self.ptr == NULL or not canaries_hold(self.ptr):
+            return
         with nogil:
-            pkv_arena_close(self.ptr)
+            lock(self.ptr)
+            n_holds = load_i64(&self.n_holds, ACQUIRE)
+            if n_holds:
+                unlock(self.ptr)
+            else:
+                close_and_unlock(self.ptr)
+        if n_holds:
+            raise error(-PKV_BAD_INPUT, NULL, f"close: {n_holds} page views or calls are still in use")
 
     def __enter__(self):
         return self
@@ -405,13 +437,11 @@ cdef class Arena:
 
         The bytes are the page's for as long as a sequence holds it. While the view lives the arena cannot be closed.
         """
-        cdef PageView view
-        cdef uint8_t *start = pkv_arena_page(self.ptr, index(i))
-        if start == NULL:
-            raise no_page(self.ptr, -PKV_BAD_INPUT if pkv_arena_is_valid(self.ptr) else -PKV_TAMPER, i)
-        view = PageView.__new__(PageView)
+        cdef PageView view = PageView.__new__(PageView)
         view.arena = self
-        view.start = start
+        view.start = pkv_arena_page(self.ptr, index(i))
+        if view.start == NULL:
+            raise no_page(self.ptr, -PKV_BAD_INPUT if pkv_arena_is_valid(self.ptr) else -PKV_TAMPER, i)
         return memoryview(view)
 
     def reserve(self, n):

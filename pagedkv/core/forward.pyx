@@ -422,16 +422,18 @@ cdef class ForwardModel:
         logits      float32 [m, vocab_padded], written; columns from vocab_size on are meaningless
 
         Releases the GIL; other threads must leave the sequences alone meanwhile. Raises BadInput naming what does not fit, with no K/V
-        written, MemoryError, and RuntimeError when the model is running already.
+        written, Tampered, MemoryError, and RuntimeError when the model is running already. The cache cannot be closed meanwhile.
         """
         if self.running:
             raise RuntimeError("run: the model is running already, in another thread")
+        kv.hold()
         self.running = True
         try:
             self.run_alone(kv, list(seqs), int32_array("token_ids", token_ids), int32_array("q_lens", q_lens),
                            int32_array("logit_rows", logit_rows), logits)
         finally:
             self.running = False
+            kv.let_go()
 
     cdef void attach(self, attention_view *v, const attention_view *cache):
         """Take the place of tiles from a cache, keep the arithmetic."""

@@ -140,8 +140,9 @@ cdef class PagedKVCache(Arena):
         job.q = <const float *><size_t>q.ctypes.data
         job.out = <float *><size_t>out.ctypes.data
         job.scratch_floats = scratch_floats(&v)
-        job.scratch = <float *>pkv_alloc(job.scratch_floats * sizeof(float) * self.pool.n_threads)
+        self.hold()
         try:
+            job.scratch = <float *>pkv_alloc(job.scratch_floats * sizeof(float) * self.pool.n_threads)
             if job.scratch == NULL or plan_spans(&job.plan, n):
                 raise PoolExhausted("attend: the system refused scratch memory")
             row = 0
@@ -158,6 +159,7 @@ cdef class PagedKVCache(Arena):
         finally:
             plan_release(&job.plan)
             pkv_release(job.scratch)
+            self.let_go()
         return out
 
 
@@ -183,6 +185,27 @@ cdef void attend_worker(void *arg, int thread, int n_threads) noexcept nogil:
         attend_merge(job.out, job.v, &job.plan, job.stride, NULL, &job.counters[1])
 
 
+cdef int64_t make_own(pkv_seq *s, int64_t n_new, int64_t first, int64_t stop) noexcept nogil:
+    """Append n_new pages and make the table entries [first, stop) the sequence's own: 0, or a negated verdict.
+
+    Nothing has changed then, unless other threads took the pages between the look and the copies: in that case no length and no content
+    has changed, but entries already copied stay the sequence's own.
+    """
+    cdef int64_t used = pkv_seq_n_pages(s)
+    cdef int64_t status = pkv_seq_can_write(s, n_new, first, stop)
+    cdef int64_t i
+    if status == 0:
+        status = pkv_seq_append_pages(s, n_new)
+    if status < 0:
+        return status
+    for i in range(first, stop):
+        status = pkv_seq_write_page(s, i)
+        if status < 0:
+            pkv_seq_truncate_pages(s, used)
+            return status
+    return 0
+
+
 cdef class KVSequence(Sequence):
     """The tokens of one sequence in a PagedKVCache. Made by PagedKVCache.sequence; len() is its number of tokens."""
 
@@ -201,22 +224,16 @@ cdef class KVSequence(Sequence):
     def extend(self, n) -> int:
         """Room for n more tokens on pages no other sequence holds; returns the position of the first. A shared tail page is copied.
 
-        Raises PoolExhausted or SequenceFull with nothing changed, BadInput for a bad n.
+        Raises PoolExhausted or SequenceFull with nothing changed (make_own says what a race may leave), BadInput for a bad n.
         """
         cdef int64_t page_tokens = self.cache().view.page_tokens
         cdef int64_t count = within("extend", n, 0, 1 << 40)
         cdef int64_t tokens = self.ptr.n_tokens
         cdef int64_t used = self.ptr.n_pages_used
         cdef int64_t needed = (tokens + count + page_tokens - 1) // page_tokens
-        cdef int64_t code, page
+        cdef int64_t code
         with nogil:
-            code = pkv_seq_append_pages(self.ptr, max(needed - used, <int64_t>0))
-            if count:
-                for page in range(tokens // page_tokens, min(used, needed)):
-                    if code >= 0:
-                        code = pkv_seq_write_page(self.ptr, page)
-            if code < 0:
-                pkv_seq_truncate_pages(self.ptr, used)
+            code = make_own(self.ptr, max(needed - used, <int64_t>0), tokens // page_tokens, min(used, needed) if count else 0)
         if code < 0:
             raise self.refuse(code, f"extend: {count} more tokens" if code != -PKV_POOL_EXHAUSTED else "")
         self.ptr.n_tokens = tokens + count
@@ -281,23 +298,22 @@ cdef class KVSequence(Sequence):
                     raise BadInput(f"{name}: token {first + int(bad[0][0])}, head {int(bad[0][1])} holds inf or NaN")
         kp = <const float *><size_t>k.ctypes.data
         vp = <const float *><size_t>v.ctypes.data
-        code = 0
-        with nogil:
-            if n:
-                for position in range(first // view.page_tokens, (first + n - 1) // view.page_tokens + 1):
-                    code = pkv_seq_write_page(self.ptr, position)
-                    if code < 0:
-                        break
-            if code >= 0:
-                mode = float_enter()
-                for t in range(n):
-                    position = first + t
-                    for h in range(view.n_kv_heads):
-                        kern.kv_write[view.format](
-                            kv_tile(view, self.ptr.page_indices[position // view.page_tokens], at, h),
-                            kp + (t * view.n_kv_heads + h) * view.head_dim, vp + (t * view.n_kv_heads + h) * view.head_dim,
-                            position % view.page_tokens, view.head_dim, view.page_tokens)
-                float_leave(mode)
+        cache.hold()
+        try:
+            with nogil:
+                code = make_own(self.ptr, 0, first // view.page_tokens, (first + n + view.page_tokens - 1) // view.page_tokens if n else 0)
+                if code >= 0:
+                    mode = float_enter()
+                    for t in range(n):
+                        position = first + t
+                        for h in range(view.n_kv_heads):
+                            kern.kv_write[view.format](
+                                kv_tile(view, self.ptr.page_indices[position // view.page_tokens], at, h),
+                                kp + (t * view.n_kv_heads + h) * view.head_dim, vp + (t * view.n_kv_heads + h) * view.head_dim,
+                                position % view.page_tokens, view.head_dim, view.page_tokens)
+                    float_leave(mode)
+        finally:
+            cache.let_go()
         if code < 0:
             raise self.refuse(code, "")
 
@@ -315,15 +331,19 @@ cdef class KVSequence(Sequence):
         v = np.empty_like(k)
         kp = <float *><size_t>k.ctypes.data
         vp = <float *><size_t>v.ctypes.data
-        with nogil:
-            mode = float_enter()
-            for page in range((n + view.page_tokens - 1) // view.page_tokens):
-                for h in range(view.n_kv_heads):
-                    kern.kv_read[view.format](
-                        kp + (page * view.page_tokens * view.n_kv_heads + h) * view.head_dim,
-                        vp + (page * view.page_tokens * view.n_kv_heads + h) * view.head_dim,
-                        kv_tile(view, self.ptr.page_indices[page], at, h), 0,
-                        min(view.page_tokens, n - page * view.page_tokens), view.head_dim, view.page_tokens,
-                        view.n_kv_heads * view.head_dim)
-            float_leave(mode)
+        cache.hold()
+        try:
+            with nogil:
+                mode = float_enter()
+                for page in range((n + view.page_tokens - 1) // view.page_tokens):
+                    for h in range(view.n_kv_heads):
+                        kern.kv_read[view.format](
+                            kp + (page * view.page_tokens * view.n_kv_heads + h) * view.head_dim,
+                            vp + (page * view.page_tokens * view.n_kv_heads + h) * view.head_dim,
+                            kv_tile(view, self.ptr.page_indices[page], at, h), 0,
+                            min(view.page_tokens, n - page * view.page_tokens), view.head_dim, view.page_tokens,
+                            view.n_kv_heads * view.head_dim)
+                float_leave(mode)
+        finally:
+            cache.let_go()
         return k, v

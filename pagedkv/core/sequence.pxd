@@ -16,6 +16,7 @@ cdef int64_t pkv_seq_append_pages(pkv_seq *s, int64_t n) noexcept nogil
 cdef int64_t pkv_seq_share_page(pkv_seq *s, int64_t i) noexcept nogil
 cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) noexcept nogil
 cdef int64_t pkv_seq_snapshot(pkv_seq **out, pkv_seq *s) noexcept nogil
+cdef int64_t pkv_seq_can_write(pkv_seq *s, int64_t n_new, int64_t first, int64_t stop) noexcept nogil
 cdef int64_t pkv_seq_write_page(pkv_seq *s, int64_t i) noexcept nogil
 cdef int64_t pkv_seq_truncate_pages(pkv_seq *s, int64_t n) noexcept nogil
 cdef int64_t pkv_seq_free(pkv_seq *s) noexcept nogil

@@ -244,6 +244,38 @@ cdef int64_t pkv_seq_snapshot(pkv_seq **out, pkv_seq *s) noexcept nogil:
     return 0
 
 
+cdef int64_t pkv_seq_can_write(pkv_seq *s, int64_t n_new, int64_t first, int64_t stop) noexcept nogil:
+    """Whether n_new appends and write_page of the entries [first, stop) would succeed one after another, committing memory
+    for those that need growth: 0, or BAD_INPUT (not in the table), SEQ_FULL, POOL_EXHAUSTED, TAMPER.
+    """
+    cdef pkv_arena *a
+    cdef int64_t n_copies = 0
+    cdef int64_t k, played
+    cdef int64_t result = enter_seq(s)
+    if result:
+        return result
+    a = s.arena
+    if n_new < 0 or first < 0 or stop > s.n_pages_used:
+        result = -PKV_BAD_INPUT
+    elif n_new > s.max_pages - s.n_pages_used:
+        result = -PKV_SEQ_FULL
+    played = first
+    # Every entry lets go of its page, so that of several entries with one page the last finds it unshared; then back.
+    while result == 0 and played < stop:
+        if not holdable(a, s.page_indices[played]):
+            result = poison(a, PKV_FAULT_PAGE, s.page_indices[played])
+            break
+        n_copies += a.pages[s.page_indices[played]].refcount > 1
+        a.pages[s.page_indices[played]].refcount -= 1
+        played += 1
+    for k in range(first, played):
+        a.pages[s.page_indices[k]].refcount += 1
+    if result == 0:
+        result = pkv_held_can_take(a, n_new + n_copies)
+    unlock(a)
+    return result
+
+
 cdef int64_t pkv_seq_write_page(pkv_seq *s, int64_t i) noexcept nogil:
     """Make the i-th page of the table the caller's own, to be written: its page index, which is a new one when it was
     shared.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kv import contents, fill, make, poison, same, state, stored, values
 
-from pagedkv import BadInput, NotFound, PoolExhausted, SequenceFull
+from pagedkv import BadInput, NotFound, PoolExhausted, PrefixIndex, SequenceFull
 from pagedkv.core._testing import page_address
 from pagedkv.core.kvcache import FORMATS, KVSequence
 
@@ -51,6 +51,63 @@ def test_pool_exhausted_by_the_copy_of_a_shared_tail_changes_nothing():
         b.extend(13)
     assert state(kv, a, b) == before
     assert b.extend(12) == 20
+
+
+@pytest.mark.parametrize("n_free", [0, 1, 2])
+def test_refused_write_to_several_shared_pages_changes_nothing(n_free):
+    kv = make(4 + n_free)
+    a = kv.sequence()
+    fill(a, 60)
+    b = a.snapshot()
+    k, v = values(40, kv, 7)  # tokens 10 to 49: four pages
+    before = state(kv, a, b)
+    with pytest.raises(PoolExhausted, match=r"^no page to be had: 4 of max_pages="):
+        b.write_kv(0, 10, k, v)
+    assert state(kv, a, b) == before
+    b.write_kv(0, 0, k[: 16 * n_free], v[: 16 * n_free])
+    assert [x == y for x, y in zip(a.page_table, b.page_table, strict=True)] == [i >= n_free for i in range(4)]
+    assert kv.check() == []
+
+
+def test_refused_extension_over_several_shared_pages_changes_nothing():
+    kv = make(5)
+    a = kv.sequence()
+    fill(a, 20)
+    a.append_pages(1)
+    b = a.snapshot()  # its tail and the empty page behind it are shared
+    before = state(kv, a, b)
+    with pytest.raises(PoolExhausted):
+        b.extend(29)  # two copies and a new page, two are free
+    assert state(kv, a, b) == before
+    assert (b.extend(28), kv.n_free) == (20, 0)
+    assert kv.check() == []
+
+
+def test_a_page_named_twice_needs_one_page_less():
+    kv = make(2)
+    a, b = kv.sequence(), kv.sequence()
+    fill(a, 16)
+    b.share_pages(a.page_table * 2)
+    with pytest.raises(PoolExhausted):  # three hold it: two copies
+        b.extend(32)
+    a.free()
+    b.extend(32)
+    assert sorted(b.page_table) == [0, 1]
+    assert kv.check() == []
+
+
+def test_cached_pages_count_as_room_for_copies():
+    kv = make(4)
+    index = PrefixIndex(kv, 16)
+    a, b = kv.sequence(), kv.sequence()
+    fill(b, 32)
+    index.insert(b, range(32))
+    b.free()
+    fill(a, 32)
+    assert (kv.n_free, kv.n_cached) == (0, 2)
+    copy = a.snapshot()
+    copy.write_kv(0, 0, *values(32, kv))
+    assert (kv.n_in_use, kv.n_cached, kv.check()) == (4, 0, [])
 
 
 def test_sequence_full_changes_nothing():
