@@ -14,8 +14,8 @@ CORE_LAYERS = [
     {"errors", "cpus", "structs", "memory"},
     {"_kernels", "internal"},
     {"pages", "quants"},
-    {"matmul", "sampler"},
-    {"arena", "attention", "probe"},
+    {"matmul", "sampling_state"},
+    {"arena", "attention", "probe", "sampler"},
     {"sequence", "check", "page_map", "typed"},
     {"prefix", "kvcache"},
     {"operations", "capi"},
@@ -24,7 +24,8 @@ CORE_LAYERS = [
 # The page side of the core knows nothing of kernels and threads.
 PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "page_map", "prefix"}
 ARITHMETIC = {
-    "_kernels", "quants", "matmul", "attention", "sampler", "probe", "typed", "kvcache", "operations", "forward",
+    "_kernels", "quants", "matmul", "attention", "sampling_state", "sampler", "probe", "typed", "kvcache", "operations",
+    "forward",
 }  # fmt: skip
 # Methods that hand out what is built on their class; imported when called.
 FACTORIES = {("arena", "check"), ("arena", "sequence")}

@@ -6,6 +6,10 @@ ascending) and their weights exp((x - max) / temperature) are summed in that ord
 whole vocabulary (without top-k and min-p, and for logprobs) are the softmax kernel's float32 sums of 1024 token ids
 each, added in double in ascending order. Candidates are found in bands of falling logits, so the vocabulary is sorted
 only as far as the draw has to look.
+
+Typical sampling (Meister et al., 2022) comes last: a run of the candidates that the other cuts have left. With weights
+w = exp(s) of total Z, a token's surprise is log Z - s and the entropy log Z - E[s], so their distance is |s - E[s]|, and
+E[s] is one double sum in the order of the total.
 """
 
 cimport cython
@@ -14,10 +18,11 @@ from cpython.buffer cimport (
 )
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc, realloc
-from libc.string cimport memcpy, memset
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 from pagedkv.core._kernels cimport ThreadPool, claim, float_enter, float_leave, kern, log_double, pool_run
+from pagedkv.core.sampling_state cimport ROW_BANNED, ROW_NOT_FINITE, ROW_OK, Row, SamplingState, allocate
 
 cdef extern from "<float.h>":
     const float FLT_MAX
@@ -67,7 +72,7 @@ cdef double weigh(Scratch *s, const float *x, int64_t n, float top, float inv_te
 
 cdef int64_t next_band(Scratch *s, const float *x, int64_t n, int64_t found, int band, float top,
                        float inv_temperature) noexcept nogil:
-    """Append the candidates of one band of logits in order; returns the new count. A band reaches down to the weight
+    """Append the candidates of one band of logits to the `found` ones in order; returns the new count. A band reaches down to the weight
     exp(-BAND_DEPTH), the last one to everything above -inf; where a band ends never changes the order."""
     cdef float high = INFINITY if band == 0 else top - BAND_DEPTH[band - 1] / inv_temperature
     cdef float low = max(top - BAND_DEPTH[band] / inv_temperature, -FLT_MAX)
@@ -79,58 +84,136 @@ cdef int64_t next_band(Scratch *s, const float *x, int64_t n, int64_t found, int
     return found + more
 
 
+cdef bint more_candidates(Row *row, Scratch *s, const float *x, int64_t n, float top, bint limited) noexcept nogil:
+    """Take the next band of candidates into s, as far as min_p and top_k let it; False when all have been taken.
+    limited: weights are worked out here; otherwise weigh() has left them in s.weights."""
+    cdef int64_t fresh = s.n_found, keep = row.top_k if 0 < row.top_k < n else n, i
+    cdef double weight
+    if s.band == N_BANDS:
+        return False
+    s.n_found = next_band(s, x, n, fresh, s.band, top, row.inv_temperature)
+    s.band += 1
+    if limited and s.n_found > fresh:
+        for i in range(fresh, s.n_found):
+            s.sorted_logits[i] = x[<uint32_t>s.candidates[i]]
+        kern.softmax(s.sorted_weights + fresh, s.sorted_logits + fresh, s.n_found - fresh, top, row.inv_temperature)
+    for i in range(fresh, s.n_found):
+        weight = s.sorted_weights[i] if limited else s.weights[<uint32_t>s.candidates[i]]
+        if s.n_kept == keep or weight < row.min_p or weight == 0:
+            s.band = N_BANDS
+            break
+        s.sum += weight
+        s.cumulative[s.n_kept] = s.sum
+        s.n_kept += 1
+    return True
+
+
+cdef double score(const Row *row, const float *x, int64_t token, float top) noexcept nogil:
+    """Natural logarithm of the token's weight."""
+    return (<double>x[token] - <double>top) * <double>row.inv_temperature
+
+
+cdef double mean_score(Row *row, Scratch *s, const float *x, int64_t n, float top, double total, bint limited,
+                       bint whole) noexcept nogil:
+    """The mean of score() under the distribution: over the whole vocabulary by token id, or the kept candidates in
+    their order. The entropy is log(total) less this, and a token's surprise log(total) less its score."""
+    cdef double moment = 0, weight
+    cdef int64_t i
+    if whole:
+        for i in range(n):
+            if s.weights[i] > 0:
+                moment += s.weights[i] * score(row, x, i, top)
+    else:
+        for i in range(s.n_kept):
+            weight = s.sorted_weights[i] if limited else s.weights[<uint32_t>s.candidates[i]]
+            moment += weight * score(row, x, <uint32_t>s.candidates[i], top)
+    return moment / total
+
+
+cdef int64_t typical_window(Row *row, Scratch *s, const float *x, int64_t n, float top, double total, bint limited,
+                            bint whole, int64_t *stop) noexcept nogil:
+    """The candidates [returned, *stop) whose surprise is nearest the entropy: grown outward from there in the candidate
+    order, of two equally far the more likely first, until they hold typical_p of the total.
+    whole: candidates are still to be gathered, out of the whole vocabulary."""
+    cdef double mean = mean_score(row, s, x, n, top, total, limited, whole)
+    cdef double above, below
+    cdef int64_t first, last = 0
+    while True:
+        while last < s.n_kept and score(row, x, <uint32_t>s.candidates[last], top) >= mean:
+            last += 1
+        if last < s.n_kept or not (whole and more_candidates(row, s, x, n, top, False)):
+            break
+    first = last
+    while first == last or s.cumulative[last - 1] - (s.cumulative[first - 1] if first else 0) < row.typical_p * total:
+        while last == s.n_kept and whole and more_candidates(row, s, x, n, top, False):
+            pass
+        above = score(row, x, <uint32_t>s.candidates[first - 1], top) - mean if first else INFINITY
+        below = mean - score(row, x, <uint32_t>s.candidates[last], top) if last < s.n_kept else INFINITY
+        if first == 0 and last == s.n_kept:
+            break
+        if above <= below:
+            first -= 1
+        else:
+            last += 1
+    stop[0] = last
+    return first
+
+
 cdef int32_t draw(Row *row, Scratch *s, const float *x, int64_t n, float top, double *full_sum) noexcept nogil:
     """A token id drawn from x[n]. Without top-k and min-p, *full_sum is set to the total of all weights."""
     cdef bint limited = row.min_p > 0 or 0 < row.top_k < n
-    cdef int64_t keep = row.top_k if 0 < row.top_k < n else n
-    cdef int64_t found = 0, fresh, count = 0, i
+    cdef bint whole = not limited and not row.top_p < 1
+    cdef int64_t first = 0, stop, i
     cdef double u = uniform(row.seed, row.index, row.position)
-    cdef double acc = 0, total = 0, enough = INFINITY, weight
-    cdef bint closed = False
-    cdef int band
+    cdef double total = 0, enough = INFINITY, before = 0
+    s.n_found = s.n_kept = s.band = 0
+    s.sum = 0
     if not limited:
-        full_sum[0] = weigh(s, x, n, top, row.inv_temperature)
-        total = full_sum[0]
-        enough = row.top_p * total if row.top_p < 1 else u * total
-    for band in range(N_BANDS):
-        fresh = found
-        found = next_band(s, x, n, found, band, top, row.inv_temperature)
-        if limited and found > fresh:
-            for i in range(fresh, found):
-                s.sorted_logits[i] = x[<uint32_t>s.candidates[i]]
-            kern.softmax(s.sorted_weights + fresh, s.sorted_logits + fresh, found - fresh, top, row.inv_temperature)
-        for i in range(fresh, found):
-            weight = s.sorted_weights[i] if limited else s.weights[<uint32_t>s.candidates[i]]
-            if count == keep or weight < row.min_p or weight == 0:
-                closed = True
-                break
-            acc += weight
-            s.cumulative[count] = acc
-            count += 1
-        if closed or acc > enough:
+        total = weigh(s, x, n, top, row.inv_temperature)
+        full_sum[0] = total
+        enough = row.top_p * total if row.top_p < 1 else u * total if not row.typical_p < 1 else 0
+    while more_candidates(row, s, x, n, top, limited):
+        if s.sum > enough:
             break
     if limited:
-        total = acc
+        total = s.sum
     if row.top_p < 1:
-        for i in range(count):
+        for i in range(s.n_kept):
             if s.cumulative[i] >= row.top_p * total:
-                count = i + 1
+                s.n_kept = i + 1
                 break
-        total = s.cumulative[count - 1]
-    for i in range(count - 1):
-        if s.cumulative[i] > u * total:
+        total = s.cumulative[s.n_kept - 1]
+    stop = s.n_kept
+    if row.typical_p < 1:
+        first = typical_window(row, s, x, n, top, total, limited, whole, &stop)
+        before = s.cumulative[first - 1] if first else 0
+        total = s.cumulative[stop - 1] - before
+    for i in range(first, stop - 1):
+        if s.cumulative[i] > before + u * total:
             return <int32_t>s.candidates[i]
-    return <int32_t>s.candidates[count - 1]
+    return <int32_t>s.candidates[stop - 1]
+
+
+cdef void ban(float *y, const uint32_t *allowed, int64_t n) noexcept nogil:
+    """Set y[n] to -inf wherever the bit is not set."""
+    cdef int64_t word, i
+    cdef uint32_t banned
+    for word in range((n + 31) // 32):
+        banned = ~allowed[word]
+        if banned:
+            for i in range(32 * word, min(n, 32 * word + 32)):
+                if banned >> (i & 31) & 1:
+                    y[i] = -INFINITY
 
 
 cdef bint adjust(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil:
     """Copy x to s.logits with bias, penalties and bans applied; False (and no copy) when there is nothing to apply."""
-    cdef bint penalised = row.n_counts > 0
     cdef bint banned = row.n_stops > 0 and row.position < <uint32_t>row.min_tokens
+    cdef bint masked = row.allowed != NULL or row.mask != NULL
     cdef float *y = s.logits
     cdef float value
     cdef int64_t i
-    if not penalised and not banned and row.n_bias == 0:
+    if row.n_counts == 0 and row.n_bias == 0 and not banned and not masked:
         return False
     memcpy(y, x, n * sizeof(float))
     for i in range(row.n_bias):
@@ -146,7 +229,16 @@ cdef bint adjust(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil
     if banned:
         for i in range(row.n_stops):
             y[row.stops[i]] = -INFINITY
+    if row.allowed != NULL:
+        ban(y, row.allowed, n)
+    if row.mask != NULL:
+        ban(y, row.mask, n)
     return True
+
+
+cdef float finite(double value) noexcept nogil:
+    """A log-probability as float32; one too small for it becomes the lowest finite number."""
+    return <float>max(value, <double>-FLT_MAX)
 
 
 cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token, float top,
@@ -160,7 +252,7 @@ cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token,
         weight_sum = weigh(s, x, n, top, 1)
     base = <double>top + log_double(weight_sum)
     row.token = token
-    row.logprob = <float>(<double>x[token] - base)
+    row.logprob = finite(<double>x[token] - base)
     if row.n_logprobs < 0:
         return
     row.rank = <int32_t>pkv_rank(x, n, token) + 1
@@ -171,7 +263,7 @@ cdef void report(Row *row, Scratch *s, const float *x, int64_t n, int32_t token,
     row.n_top = min(found, row.n_logprobs)
     for i in range(row.n_top):
         row.top_ids[i] = <int32_t>s.candidates[i]
-        row.top_logprobs[i] = <float>(<double>x[row.top_ids[i]] - base)
+        row.top_logprobs[i] = finite(<double>x[row.top_ids[i]] - base)
 
 
 cdef void sample_row(Row *row, Scratch *s, const float *x, int64_t n) noexcept nogil:
@@ -195,6 +287,8 @@ cdef void sample_row(Row *row, Scratch *s, const float *x, int64_t n) noexcept n
         top = y[token]
     else:
         top = maximum(s, y, n)
+    if y != x and top == -INFINITY and raw_top >= -FLT_MAX:
+        row.status = ROW_BANNED
     if not -FLT_MAX <= top <= FLT_MAX:
         return
     if y == x:
@@ -226,136 +320,6 @@ def philox4x32(counter, key):
     k0, k1 = key
     pkv_philox(block, k0, k1)
     return block[0], block[1], block[2], block[3]
-
-
-cdef void *allocate(int64_t n_bytes) except NULL:
-    cdef void *memory = calloc(max(n_bytes, 1), 1)
-    if memory == NULL:
-        raise MemoryError(f"{n_bytes} bytes for the sampler")
-    return memory
-
-
-cdef int32_t *id_array(ids, int64_t vocab_size, field) except NULL:
-    """The token ids as a fresh C array; ValueError for an id outside the vocabulary."""
-    cdef int32_t *out = <int32_t *>allocate(len(ids) * sizeof(int32_t))
-    for i, token in enumerate(ids):
-        if not 0 <= token < vocab_size:
-            free(out)
-            raise ValueError(f"{field} must be token ids in [0, {vocab_size}), not {token}")
-        out[i] = token
-    return out
-
-
-@cython.final
-cdef class SamplingState:
-    """Everything that decides the next token of one output besides its logits: parameters, random stream, penalties.
-
-    It advances only by accept(), so batching, waiting and recomputing cannot disturb it. After Sampler.sample():
-    `ok` (False: the logits were not usable), `token`, `logprob` (float32 value under the raw logits), and if logprobs
-    is not None `rank` (from 1) and `top` (best tokens as (id, logprob), best first).
-
-    stop_ids are banned while fewer than min_tokens tokens are accepted. Penalties count prompt_ids and accepted tokens.
-    Raises ValueError for ids outside [0, vocab_size). Values are otherwise taken as checked.
-    """
-
-    def __cinit__(self, int64_t vocab_size, *, double temperature=1.0, int32_t top_k=0, double top_p=1.0,
-                  double min_p=0.0, uint64_t seed=0, uint32_t index=0, int32_t min_tokens=0, stop_ids=(),
-                  logit_bias=None, float presence_penalty=0.0, float frequency_penalty=0.0,
-                  float repetition_penalty=1.0, prompt_ids=(), logprobs=None):
-        cdef Row *row = &self.row
-        memset(row, 0, sizeof(Row))
-        self.vocab_size = vocab_size
-        row.inv_temperature = 0 if temperature == 0 else <float>(1.0 / temperature)
-        row.top_k, row.top_p, row.min_p = top_k, top_p, <float>min_p
-        row.seed, row.index, row.min_tokens = seed, index, min_tokens
-        row.presence, row.frequency, row.repetition = presence_penalty, frequency_penalty, repetition_penalty
-        row.n_logprobs = -1 if logprobs is None else min(<int64_t>logprobs, vocab_size)
-        if row.n_logprobs > 0:
-            row.top_ids = <int32_t *>allocate(row.n_logprobs * sizeof(int32_t))
-            row.top_logprobs = <float *>allocate(row.n_logprobs * sizeof(float))
-        row.stops = id_array(stop_ids, vocab_size, "stop_token_ids")
-        row.n_stops = len(stop_ids)
-        bias = logit_bias or {}
-        row.bias_ids = id_array(bias, vocab_size, "logit_bias keys")
-        row.bias = <float *>allocate(len(bias) * sizeof(float))
-        for i, value in enumerate(bias.values()):
-            row.bias[i] = value
-        row.n_bias = len(bias)
-        self.slots = None
-        if presence_penalty != 0 or frequency_penalty != 0 or repetition_penalty != 1:
-            self.slots = {}
-            if repetition_penalty != 1:
-                for token in prompt_ids:
-                    self.count(token, 0)
-
-    def __dealloc__(self):
-        free(self.row.bias_ids)
-        free(self.row.bias)
-        free(self.row.stops)
-        free(self.row.count_ids)
-        free(self.row.counts)
-        free(self.row.top_ids)
-        free(self.row.top_logprobs)
-
-    cdef int count(self, int32_t token, int32_t times) except -1:
-        """Add `times` to the token's count, making an entry for a new token."""
-        cdef Row *row = &self.row
-        cdef int64_t slot, cap
-        cdef int32_t *grown
-        known = self.slots.get(token)
-        if known is not None:
-            slot = known
-            row.counts[slot] += times
-            return 0
-        if row.n_counts == row.cap_counts:
-            cap = max(64, 2 * row.cap_counts)
-            grown = <int32_t *>realloc(row.count_ids, cap * sizeof(int32_t))
-            if grown == NULL:
-                raise MemoryError("token counts")
-            row.count_ids = grown
-            grown = <int32_t *>realloc(row.counts, cap * sizeof(int32_t))
-            if grown == NULL:
-                raise MemoryError("token counts")
-            row.counts = grown
-            row.cap_counts = cap
-        slot = row.n_counts
-        row.count_ids[slot] = token
-        row.counts[slot] = times
-        self.slots[token] = slot
-        row.n_counts = slot + 1
-        return 0
-
-    def accept(self, int32_t token):
-        """Take `token` as the output's next: the random stream moves on and penalties count it."""
-        if not 0 <= token < self.vocab_size:
-            raise ValueError(f"token must be in [0, {self.vocab_size}), not {token}")
-        if self.slots is not None:
-            self.count(token, 1)
-        self.row.position += 1
-
-    @property
-    def position(self):
-        return self.row.position
-
-    @property
-    def ok(self):
-        return self.row.status == ROW_OK
-
-    @property
-    def token(self):
-        return self.row.token
-
-    @property
-    def logprob(self):
-        return self.row.logprob
-
-    @property
-    def rank(self):
-        return self.row.rank
-
-    @property
-    def top(self):
-        return [(self.row.top_ids[i], self.row.top_logprobs[i]) for i in range(self.row.n_top)]
 
 
 @cython.final
@@ -450,7 +414,7 @@ cdef class Sampler:
 
     def score(self, logits, rows, targets, int64_t n_logprobs):
         """What each target token's raw logits say: a list of (logprob, rank, [(id, logprob) of the n_logprobs best]),
-        or None for a row that holds NaN or +inf. Arguments as in sample(); releases the GIL row by row."""
+        or None for a row that holds NaN or +inf and for a target at -inf. Arguments as in sample(); releases the GIL row by row."""
         cdef Py_buffer view
         cdef SamplingState state = SamplingState(self.vocab_size, logprobs=n_logprobs)
         cdef const float *x
@@ -471,7 +435,7 @@ cdef class Sampler:
                 with nogil:
                     mode = float_enter()
                     top = kern.vmax(x, self.vocab_size)
-                    usable = -FLT_MAX <= top <= FLT_MAX
+                    usable = -FLT_MAX <= top <= FLT_MAX and x[token] >= -FLT_MAX
                     if usable:
                         state.row.n_top = 0
                         self.scratch.blocks_of = NULL

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..core.sampler import SamplingState
+from ..core.sampling_state import SamplingState
 from ..models.streaming import StreamDecoder
 from .checks import INT32_MAX, check_int, check_real, refuse
+from .masks import MaskWorkers, OutputMask
 from .outputs import RequestOutput
 from .params import SamplingParams
 from .request import Branch, Request
@@ -30,6 +31,7 @@ class Admission:
         self.model = model
         self.kv = kv
         self.max_model_len = max_model_len
+        self.mask_workers = MaskWorkers()
         self._arrivals = itertools.count()
 
     def request(
@@ -74,6 +76,9 @@ class Admission:
             deadline=None if timeout is None else arrival_time + timeout,
         )
         request.branches = self._branches(request)
+        if params.logits_mask is not None:
+            for branch in request.branches:
+                branch.mask = OutputMask(self.mask_workers, [params.logits_mask], self.model.forward.vocab_size)
         return request
 
     def _branches(self, request: Request) -> list[Branch]:
@@ -99,6 +104,8 @@ class Admission:
                     repetition_penalty=params.repetition_penalty,
                     prompt_ids=request.prompt_token_ids,
                     logprobs=params.logprobs,
+                    typical_p=params.typical_p,
+                    allowed_token_ids=params.allowed_token_ids,
                 ),
                 OutputText(StreamDecoder(self.model.tokenizer, params.skip_special_tokens), params.stop or ()),
             )

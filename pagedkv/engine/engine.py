@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..core.errors import PoolExhausted
-from ..core.sampler import Sampler, SamplingState
+from ..core.sampler import Sampler
+from ..core.sampling_state import SamplingState
 from . import forks
 from .admission import Admission, Prompt, QueueFull
 from .checks import check_int, refuse
@@ -248,6 +249,7 @@ class LLMEngine:
                 self.abort(request_id)
             self._mailboxes.clear()
             self._unclaimed.clear()
+            self.admission.mask_workers.close()
 
     # The queue
 
@@ -296,6 +298,9 @@ class LLMEngine:
             request = self._incoming.popleft()
             if self._requests.get(request.request_id) is not request:
                 continue
+            for branch in request.branches:
+                if branch.mask is not None:
+                    branch.mask.prepare([])
             self.scheduler.add(request.branches[0])
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
@@ -361,6 +366,9 @@ class LLMEngine:
                 wanted.append(len(token_ids) - 1)
         logits = self._rows(len(wanted))
         self._forward([c.branch.seq for c in chunks], token_ids, [c.n_tokens for c in chunks], wanted, logits)
+        for branch in itertools.chain.from_iterable(drawn.values()):
+            if branch.mask is not None:
+                branch.state.set_mask(branch.mask.wait())
         self._sampler.sample(logits, states, rows)
         for request, branches in work.items():
             begun.add(request)
@@ -400,7 +408,7 @@ class LLMEngine:
         """Take the drawn token into the branch and see whether it ends."""
         state, request = branch.state, branch.request
         if not state.ok:
-            branch.finish("error", "the logits hold NaN or infinity, or every token is banned")
+            branch.finish("error", state.error if branch.mask is None else branch.mask.error or state.error)
             return
         token = state.token
         branch.tokens.append(token)
@@ -414,6 +422,8 @@ class LLMEngine:
             branch.finish("stop", branch.text.matched)
         elif branch.n_outputs >= request.max_new_tokens:
             branch.finish("length")
+        elif branch.mask is not None:
+            branch.mask.prepare(branch.output_token_ids)
 
     def _fork(self, request: Request) -> None:
         """The prompt is computed and every branch has its first token: let all but the first run on its pages."""

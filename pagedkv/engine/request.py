@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from .masks import OutputMask
 from .outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from .params import SamplingParams
 from .text import OutputText
@@ -90,6 +91,7 @@ class Branch:
         self.tokens = array("i", request.prompt_token_ids)
         self.state = state
         self.text = text
+        self.mask: OutputMask | None = None
         self.seq: Any = None
         self.n_published = 0
         self.last_step = 0
@@ -103,6 +105,11 @@ class Branch:
     def n_outputs(self) -> int:
         """Tokens drawn so far."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens drawn so far."""
+        return self.tokens[len(self.request.prompt_token_ids) :].tolist()
 
     @property
     def n_pending(self) -> int:
@@ -120,7 +127,7 @@ class Branch:
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
-            token_ids=self.tokens[len(self.request.prompt_token_ids) :].tolist(),
+            token_ids=self.output_token_ids,
             logprobs=None if self.logprobs is None else list(self.logprobs),
             cumulative_logprob=self.cumulative_logprob,
             finish_reason=self.finish_reason,

@@ -15,7 +15,8 @@ from pagedkv import PagedKVCache
 from pagedkv.core import _testing_threads as hooks
 from pagedkv.core._kernels import ThreadPool
 from pagedkv.core.matmul import PackedMatrix
-from pagedkv.core.sampler import Sampler, SamplingState
+from pagedkv.core.sampler import Sampler
+from pagedkv.core.sampling_state import SamplingState
 
 NEAREST_KEEPING_SUBNORMALS = 0x1F80 if os.uname().machine == "x86_64" else 0
 COUNTS = [1, 2, 3, 8]

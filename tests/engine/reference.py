@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.core.sampler import Sampler, SamplingState
+from pagedkv.core.sampler import Sampler
+from pagedkv.core.sampling_state import SamplingState
 
 
 @dataclass
@@ -35,6 +36,8 @@ def expected_output(model, prompt, params, index, max_total):
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         prompt_ids=prompt,
+        typical_p=params.typical_p,
+        allowed_token_ids=params.allowed_token_ids,
     )
     sampler = Sampler(forward.vocab_size)
     limit = min(params.max_tokens or 10**9, max(1, max_total - len(prompt)))
@@ -47,6 +50,8 @@ def expected_output(model, prompt, params, index, max_total):
 
     while True:
         logits = np.array([forward.solo_logits(tokens)], np.float32)
+        if params.logits_mask is not None:
+            state.set_mask(params.logits_mask.allowed(tokens[len(prompt) :]))
         sampler.sample(logits, [state], [0])
         state.accept(state.token)
         tokens.append(state.token)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,12 @@ from pagedkv.engine.params import SamplingParams
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 INT32 = 2**31 - 1
+
+
+class Everything:
+    def allowed(self, token_ids):
+        return None
+
 
 ACCEPTED = [
     ("n", [1, 1024, np.int64(3)]),
@@ -31,6 +38,9 @@ ACCEPTED = [
     ("repetition_penalty", [0.01, 100]),
     ("logit_bias", [None, {}, {0: -100, INT32: 100.0}]),
     ("skip_special_tokens", [True, False]),
+    ("typical_p", [1e-9, 0.5, 1, 1.0]),
+    ("allowed_token_ids", [None, [0], [0, INT32], {3}, np.array([1, 2]), range(5)]),
+    ("logits_mask", [None, Everything()]),
 ]
 NOT_A_NUMBER = [NAN, INF, -INF, HUGE, -HUGE, True, "1", b"1", [], 1j]
 REFUSED = [
@@ -52,6 +62,9 @@ REFUSED = [
     ("repetition_penalty", [0, -1, 0.001, 101, None, *NOT_A_NUMBER]),
     ("logit_bias", [{-1: 0.0}, {INT32 + 1: 0.0}, {1: 101}, {1: NAN}, {1: "a"}, {"1": 1.0}, {True: 1.0}, [1], 4]),
     ("skip_special_tokens", [0, None, "no"]),
+    ("typical_p", [0, -0.1, 1.0001, None, *NOT_A_NUMBER]),
+    ("allowed_token_ids", [[], [-1], [INT32 + 1], [1.0], [True], ["a"], "12", 5, {1: 2}, NAN]),
+    ("logits_mask", [0, [1], "x", len, SimpleNamespace(allowed=3)]),
 ]
 
 
@@ -94,11 +107,11 @@ def test_defaults_are_those_of_the_interface():
 
 
 def test_immutable_equal_replaceable_picklable():
-    params = SamplingParams(stop="x", logit_bias={1: 2}, stop_token_ids=[5, 3, 5])
+    params = SamplingParams(stop="x", logit_bias={1: 2}, stop_token_ids=[5, 3, 5], allowed_token_ids=(9, 4))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 2
     assert params == dataclasses.replace(params) == pickle.loads(pickle.dumps(params))
-    assert params.stop == ("x",) and params.stop_token_ids == (3, 5)
+    assert params.stop == ("x",) and params.stop_token_ids == (3, 5) and params.allowed_token_ids == (4, 9)
     with pytest.raises(ValueError, match="top_p"):
         dataclasses.replace(params, top_p=7)
 

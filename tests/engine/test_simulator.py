@@ -7,6 +7,7 @@ import os
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from fakes import FakeKV, fake_model, paged_model
 from reference import expected_output
@@ -41,7 +42,25 @@ def random_params(rng, longest):
         repetition_penalty=maybe(0.2, 1.3, 1.0),
         logit_bias=maybe(0.2, {rng.randint(0, 60): 3.0}, None),
         skip_special_tokens=rng.random() < 0.7,
+        typical_p=maybe(0.2, 0.7, 1.0),
+        allowed_token_ids=maybe(0.2, range(0, 61, rng.randint(1, 3)), None),
+        logits_mask=maybe(0.3, Rhythm(rng.randint(2, 7)), None),
     )
+
+
+class Rhythm:
+    """Allows tokens by their remainder, and which one hangs on every token drawn before."""
+
+    def __init__(self, period):
+        self.period = period
+
+    def allowed(self, token_ids):
+        turn = (sum(token_ids) + len(token_ids)) % self.period
+        words = [0, 0]
+        for token in range(61):
+            if token % self.period != turn or token < 4:
+                words[token // 32] |= 1 << token % 32
+        return np.array(words, np.uint32)
 
 
 class Traffic:
