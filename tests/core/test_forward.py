@@ -219,7 +219,7 @@ def test_many_sequences_at_once(pool):
     work = [(kv.sequence(i), model.tokens(1, seed=i)) for i in range(150)]
     found = step(forward, kv, work)
     for (_, ids), row in zip(work, found, strict=True):
-        np.testing.assert_allclose(row, model.logits(ids)[0][0], rtol=1e-3, atol=1e-4)
+        assert error(row, model.logits(ids)[0][0]) < 1e-6
 
 
 def test_no_rows_asked_for_still_writes_kv(pool):

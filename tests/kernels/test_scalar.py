@@ -401,11 +401,14 @@ def test_vmax_and_argmax(values, maximum, index):
 
 # ---- elementary functions, errors in ulp ----
 
-def test_exp_is_within_two_and_a_half_ulp(rng):
-    x = np.concatenate([rng.uniform(-87, 88, 4000), rng.uniform(-1, 1, 2000), [-87, 88, 0, -0.0, 1e-30]]).astype(F32)
+def test_exp_is_within_two_and_three_quarters_ulp(rng):
+    """The polynomial is worst half way between multiples of ln 2, and the last two values are the worst known."""
+    between = ((np.arange(-125, 126) + 0.5) * np.log(2))[:, None] + rng.uniform(-0.01, 0.01, (251, 12))
+    x = np.concatenate([rng.uniform(-87, 88, 3000), rng.uniform(-1, 1, 1000), [-87, 88, 0, -0.0, 1e-30],
+                        between.ravel(), [-27.379167556762695, -48.866641998291016]]).astype(F32)
     got = np.array([kernels.exp(float(v)) for v in x])
     exact = np.array([float(mpmath.exp(mpmath.mpf(float(v)))) for v in x])
-    assert (np.abs(got - exact) / ulp(exact)).max() <= 2.5
+    assert (np.abs(got - exact) / ulp(exact)).max() <= 2.75
     assert kernels.exp(0.0) == 1
 
 
