@@ -7,13 +7,13 @@ import numpy as np
 from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
 from pagedkv.models.pretokenizers import pre_tokenizer
-from pagedkv.models.vocabulary import CONTROL, NORMAL, LibraryVocabulary
+from pagedkv.models.vocabulary import CONTROL, NORMAL, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
 
 
-class ByteLevel(LibraryVocabulary):
+class ByteLevel(Vocabulary):
     """Words by a named pre-tokenizer, merged by a list of merges in order of rank."""
 
     def __init__(self, read: Metadata, types: np.ndarray):

@@ -95,27 +95,6 @@ class StringArray(Sequence[str]):
         except UnicodeDecodeError:
             self._decode(self._ends.index(end), start, end)
 
-    def utf8(self) -> tuple[bytes, np.ndarray]:
-        """(all strings as UTF-8, one after the other; int64 [n], where each ends in it). Copies; makes no str."""
-        ends = np.frombuffer(self._ends, np.int64)
-        starts = np.append(0, ends[:-1]) if len(ends) else ends
-        blob = np.frombuffer(self._blob, np.uint8)
-        is_text = np.ones(len(blob), bool)
-        for i in range(8):
-            is_text[starts + i] = False
-        text = blob[is_text].tobytes()
-        ends = ends - 8 * np.arange(1, len(ends) + 1)
-        try:
-            text.decode()
-            whole = np.append(blob, 0)[starts + 8] & 0xC0 != 0x80
-        except UnicodeDecodeError:
-            whole = np.zeros(len(starts), bool)
-        # text that is whole, cut where characters begin, is whole in every part; else the first bad one is named
-        if not whole.all():
-            for _ in self:
-                pass
-        return text, ends
-
     def __eq__(self, other) -> bool:
         return isinstance(other, Sequence) and not isinstance(other, str) and list(self) == list(other)
 

@@ -11,7 +11,7 @@ from pagedkv.models.bytelevel import bytes_of_alphabet
 from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
 from pagedkv.models.safetensors import read_json
-from pagedkv.models.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, LibraryVocabulary
+from pagedkv.models.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,7 +21,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _MAX_TOKENS = 1 << 21
 
 
-class TokenizerJson(LibraryVocabulary):
+class TokenizerJson(Vocabulary):
     """The vocabulary of a directory with a tokenizer.json."""
 
     def __init__(self, directory: Path):
