@@ -14,6 +14,7 @@ from .engine.engine import LLMEngine, Prompt
 from .engine.memory import DEFAULT_SHARE, available_memory
 from .engine.outputs import RequestOutput
 from .engine.params import SamplingParams
+from .engine.speculation import SpeculativeConfig
 from .models.loader import load_model
 
 Message = Mapping[str, Any]
@@ -69,6 +70,9 @@ class LLM:
     equal prompt beginnings. quantization: weight type to convert float weights to, None: as in the file.
     activations: "int8" or "int12". max_waiting: most requests that may wait in the queue, None: any number; beyond it
     engine.add_request() and AsyncEngine raise QueueFull; generate(), chat() and stream() queue what they are given.
+    speculative_config: None, or {"method": "ngram", "num_speculative_tokens": 8} to guess tokens from earlier ones and
+    verify them together, which is faster where an output repeats its prompt or itself; "prompt_lookup_max" (4) and
+    "prompt_lookup_min" (2) bound how many tokens must agree.
 
     Raises ValueError naming field, value and range; ModelError for a file that cannot be used. No setting but model,
     kv_format, quantization and activations changes any output; where a model has several rotation tables,
@@ -91,6 +95,7 @@ class LLM:
         quantization: str | None = None,
         activations: str = "int8",
         max_waiting: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(model, (str, Path)) or not str(model):
             raise refuse("model", model, "a catalogue name, a .gguf file or a model directory")
@@ -111,6 +116,7 @@ class LLM:
         check_bool("enable_prefix_caching", enable_prefix_caching)
         if max_waiting is not None:
             check_int("max_waiting", max_waiting, 0)
+        SpeculativeConfig.parse(speculative_config)
 
         self._closed = False
         self.model = load_model(
@@ -144,6 +150,7 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 enable_prefix_caching=enable_prefix_caching,
                 max_waiting=max_waiting,
+                speculative_config=speculative_config,
             )
         except BaseException:
             self.model.close()

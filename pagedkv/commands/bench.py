@@ -100,7 +100,7 @@ def load(
 
     budget = max(STEP_TOKENS, 2 * batch)
     length = prompt_tokens + gen_tokens + _steps_of_prefill(batch, prompt_tokens, budget)
-    return LLM(
+    llm = LLM(
         model,
         threads=threads,
         kv_format=KV_FORMAT,
@@ -111,6 +111,8 @@ def load(
         enable_prefix_caching=False,
         activations=activations,
     )
+    llm.engine.scheduler.paced = False  # nobody reads along: prompts are to be done as fast as they can
+    return llm
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from .checks import INT32_MAX, check_int, check_real, refuse
 from .masks import MaskWorkers, OutputMask
 from .outputs import RequestOutput
 from .params import SamplingParams
-from .request import Branch, Request
+from .request import Branch, Request, stored_tokens
 from .text import OutputText
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -137,7 +137,7 @@ class Admission:
             raise ValueError(f"prompt of {n_prompt} tokens is longer than the context of {self.max_model_len}")
         room = self.kv.n_pages * self.kv.page_tokens
         new = min(max(1, self.max_model_len - n_prompt), 1 if max_tokens is None else max(1, max_tokens))
-        needed = n_prompt + new - 1  # the last token's K/V is never stored
+        needed = stored_tokens(n_prompt, new)
         if needed > room:
             raise ValueError(
                 f"prompt of {n_prompt} tokens with {new} new ones needs room for {needed} tokens; "

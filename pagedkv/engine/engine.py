@@ -1,29 +1,29 @@
 """The engine: requests in, one batched forward per step, outputs out."""
 
 import contextlib
-import functools
 import heapq
 import itertools
 import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..core.errors import PoolExhausted
-from ..core.sampler import Sampler
-from ..core.sampling_state import SamplingState
 from . import forks
 from .admission import Admission, Prompt, QueueFull
 from .checks import check_int, refuse
-from .outputs import FinishReason, Logprob, RequestOutput, TokenLogprobs
+from .drawing import Drawing
+from .outputs import FinishReason, RequestOutput
+from .pacing import Pacing
 from .params import SamplingParams
 from .prefix import PrefixCache
 from .request import Branch, Request
 from .scheduler import Chunk, Scheduler
+from .speculation import Speculation, SpeculativeConfig
 
 
 class LLMEngine:
@@ -46,7 +46,9 @@ class LLMEngine:
         max_num_batched_tokens: int = 512,
         enable_prefix_caching: bool = True,
         max_waiting: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> None:
+        speculation = SpeculativeConfig.parse(speculative_config)
         self.model = model
         self.kv = kv
         self.max_model_len = max_model_len
@@ -57,8 +59,10 @@ class LLMEngine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             prefix=PrefixCache(kv, model.forward.vocab_size) if enable_prefix_caching else None,
+            pacing=Pacing(model.config.n_heads * model.config.head_dim),
+            speculation=None if speculation is None else Speculation(speculation),
         )
-        self._sampler = Sampler(model.forward.vocab_size, getattr(model.forward, "pool", None))
+        self.drawing = Drawing(model)
         self._logits = np.empty((0, model.forward.vocab_padded), np.float32)
         self._requests: dict[str, Request] = {}
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
@@ -67,7 +71,6 @@ class LLMEngine:
         self._doomed: deque[Request] = deque()  # to be aborted before the next one
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._closed = False
-        self._token_text = functools.lru_cache(4096)(self._decode_alone)
         self._make_locks()
         forks.watch(self)
 
@@ -158,7 +161,7 @@ class LLMEngine:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; see docs/engine.md. Changes nothing."""
-        scheduler, kv = self.scheduler, self.kv
+        scheduler, kv, speculation = self.scheduler, self.kv, self.scheduler.speculation
         return {
             "pages_total": kv.n_pages,
             "pages_free": kv.n_free,
@@ -169,6 +172,8 @@ class LLMEngine:
             "preemptions": scheduler.n_preemptions,
             "prefix_hit_tokens": scheduler.n_prefix_hit_tokens,
             "prefix_query_tokens": scheduler.n_prefix_query_tokens,
+            "spec_draft_tokens": 0 if speculation is None else speculation.n_drafted,
+            "spec_accepted_tokens": 0 if speculation is None else speculation.n_accepted,
             "steps": scheduler.n_steps,
             "isa": self.model.forward.isa,
             "threads": self.model.forward.n_threads,
@@ -346,13 +351,11 @@ class LLMEngine:
         token_ids = array("i")
         wanted: list[int] = []  # rows of token_ids whose logits are wanted
         scored: dict[Request, list[tuple[int, int]]] = {}  # prompt position, row of the logits
-        drawn: dict[Request, list[Branch]] = {}
-        states: list[SamplingState] = []
-        rows: list[int] = []
-        work: dict[Request, list[Branch]] = {}
+        drawn: dict[Request, list[tuple[Branch, Chunk, int]]] = {}  # with the first row of logits to draw from
+        work: dict[Request, list[Chunk]] = {}
         for chunk in chunks:
             branch, request = chunk.branch, chunk.branch.request
-            work.setdefault(request, []).append(branch)
+            work.setdefault(request, []).append(chunk)
             base = len(token_ids) - chunk.start
             token_ids += branch.tokens[chunk.start : chunk.start + chunk.n_tokens]
             for position in request.prompt_rows_wanted(chunk.start, chunk.n_tokens):
@@ -360,30 +363,30 @@ class LLMEngine:
                 wanted.append(base + position)
             if chunk.completes:
                 for each in [branch] if request.forked else request.branches:
-                    drawn.setdefault(request, []).append(each)
-                    states.append(each.state)
-                    rows.append(len(wanted))
-                wanted.append(len(token_ids) - 1)
+                    drawn.setdefault(request, []).append((each, chunk, len(wanted)))
+                wanted.extend(range(len(token_ids) - 1, len(token_ids) + len(chunk.drafts)))
+                token_ids += chunk.drafts
         logits = self._rows(len(wanted))
-        self._forward([c.branch.seq for c in chunks], token_ids, [c.n_tokens for c in chunks], wanted, logits)
-        for branch in itertools.chain.from_iterable(drawn.values()):
-            if branch.mask is not None:
-                branch.state.set_mask(branch.mask.wait())
-        self._sampler.sample(logits, states, rows)
-        for request, branches in work.items():
+        self._forward([c.branch.seq for c in chunks], token_ids, [c.n_rows for c in chunks], wanted, logits)
+        first = [(branch, row) for each in drawn.values() for branch, _, row in each]
+        self.drawing.draw([branch for branch, _ in first], logits, [row for _, row in first])
+        for request, parts in work.items():
             begun.add(request)
-            for branch in branches:
-                self.scheduler.publish(branch)
             for position, row in scored.get(request, ()):
-                self._score(request, position, logits, row)
-            for branch in drawn.get(request, ()):
-                self._accept(branch)
-            if request in drawn and not request.forked:
-                self._fork(request)
-            for branch in drawn.get(request, ()):
-                if branch.finish_reason is not None:
-                    self.scheduler.remove(branch)
+                self.drawing.score(request, position, logits, row)
+            n_right = {chunk.branch: 0 for chunk in parts}  # drafts
+            for branch, chunk, row in drawn.get(request, ()):
+                self.drawing.accept(branch)
+                if chunk.drafts:
+                    n_right[branch] = self.drawing.accept_drafts(branch, chunk.drafts, logits, row)
+            for chunk in parts:
+                self.scheduler.settle(chunk, n_right[chunk.branch])
             if request in drawn:
+                if not request.forked:
+                    self._fork(request)
+                for branch, _, _ in drawn[request]:
+                    if branch.finish_reason is not None:
+                        self.scheduler.remove(branch)
                 self._emit(request)
             begun.discard(request)
 
@@ -404,27 +407,6 @@ class LLMEngine:
             logits,
         )
 
-    def _accept(self, branch: Branch) -> None:
-        """Take the drawn token into the branch and see whether it ends."""
-        state, request = branch.state, branch.request
-        if not state.ok:
-            branch.finish("error", state.error if branch.mask is None else branch.mask.error or state.error)
-            return
-        token = state.token
-        branch.tokens.append(token)
-        state.accept(token)
-        branch.cumulative_logprob += state.logprob
-        if branch.logprobs is not None:
-            branch.logprobs.append(self._token_logprobs(token, state.logprob, state.rank, state.top))
-        if token in request.stop_ids:
-            branch.finish("stop", token)
-        elif branch.text.push(token, branch.n_outputs >= request.params.min_tokens):
-            branch.finish("stop", branch.text.matched)
-        elif branch.n_outputs >= request.max_new_tokens:
-            branch.finish("length")
-        elif branch.mask is not None:
-            branch.mask.prepare(branch.output_token_ids)
-
     def _fork(self, request: Request) -> None:
         """The prompt is computed and every branch has its first token: let all but the first run on its pages."""
         request.forked = True
@@ -432,22 +414,6 @@ class LLMEngine:
         for branch in others:
             if branch.finish_reason is None:
                 self.scheduler.fork(first, branch)
-
-    def _score(self, request: Request, position: int, logits: np.ndarray, row: int) -> None:
-        """Append the prompt logprobs of the token behind `position`."""
-        target = request.prompt_token_ids[position + 1]
-        found = self._sampler.score(logits, [row], [target], request.params.prompt_logprobs or 0)[0]
-        assert request.prompt_logprobs is not None
-        request.prompt_logprobs.append(None if found is None else self._token_logprobs(target, *found))
-
-    def _token_logprobs(self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
-        entries = {token: Logprob(logprob, rank, self._token_text(token))}
-        for place, (other, value) in enumerate(top, 1):
-            entries.setdefault(other, Logprob(value, place, self._token_text(other)))
-        return entries
-
-    def _decode_alone(self, token: int) -> str:
-        return self.model.tokenizer.decode([token], skip_special_tokens=False)
 
     def _finish(self, branch: Branch, reason: FinishReason, why: str | None = None) -> None:
         branch.finish(reason, why)

@@ -10,6 +10,12 @@ from .params import SamplingParams
 from .text import OutputText
 
 
+def stored_tokens(n_prompt: int, n_new: int) -> int:
+    """Tokens whose K/V an output of n_new tokens behind a prompt needs: the last token's is never stored. Validation
+    and admission both count with it."""
+    return n_prompt + n_new - 1
+
+
 class Request:
     """One prompt, its parameters and its n branches. Lower `priority` runs first; `arrival` orders equals.
 
@@ -58,6 +64,11 @@ class Request:
         """Whether every branch is."""
         return all(branch.finish_reason is not None for branch in self.branches)
 
+    @property
+    def max_stored_tokens(self) -> int:
+        """Tokens of a branch whose K/V may ever be stored: all but the last one drawn."""
+        return stored_tokens(len(self.prompt_token_ids), self.max_new_tokens)
+
     def prompt_rows_wanted(self, start: int, n: int) -> range:
         """Positions within [start, start + n) whose logits the prompt's logprobs still need."""
         if self.prompt_logprobs is None:
@@ -81,8 +92,8 @@ class Branch:
     """One of a request's outputs.
 
     `tokens` is prompt and output; `seq` holds the K/V of their first len(seq), or is None while the branch waits;
-    n_published of its pages are in the prefix cache. Everything else is independent of where and when the branch is
-    computed.
+    n_published of its pages are in the prefix cache; `lookup` is what speculation remembers of it. Everything else is
+    independent of where and when the branch is computed.
     """
 
     def __init__(self, request: Request, index: int, state: Any, text: OutputText) -> None:
@@ -95,6 +106,7 @@ class Branch:
         self.seq: Any = None
         self.n_published = 0
         self.last_step = 0
+        self.lookup: Any = None
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None

@@ -134,8 +134,14 @@ class FakeSequence:
         self.kv.cells[page][i % self.kv.page_tokens] = value
 
 
+def successor(token):
+    """1 to 5 in a circle, 6 to 10 in a circle, and so on."""
+    return token - 4 if token % 5 == 0 and token else token + 1
+
+
 class FakeForward:
-    """The contract of ForwardModel. `sharpness` spreads the logits; `poison` maps a token to the value its row gets."""
+    """The contract of ForwardModel. `sharpness` spreads the logits; `poison` maps a token to the value its row gets;
+    `echo` is added to the logit of one token that depends on the last alone, so that outputs run in cycles of five."""
 
     isa = "fake"
     n_threads = 1
@@ -145,6 +151,7 @@ class FakeForward:
         self.vocab_padded = -(-vocab_size // 16) * 16
         self.sharpness = sharpness
         self.poison = {}
+        self.echo = 0.0
         self.interrupt_at = None
         self.steps = []
 
@@ -168,13 +175,14 @@ class FakeForward:
                 fold = (fold * 0x100000001B3 + seq.cell(i)) & MASK
                 if i >= start:
                     if row in wanted:
-                        logits[wanted[row]] = self.row(fold)
+                        logits[wanted[row]] = self.row(fold, token)
                         if token in self.poison:
                             logits[wanted[row], 3] = self.poison[token]
                     row += 1
 
-    def row(self, fold):
+    def row(self, fold, token):
         bits = np.random.default_rng(fold).normal(0, self.sharpness, self.vocab_padded).astype(np.float32)
+        bits[successor(token)] += self.echo
         bits[self.vocab_size :] = np.nan
         return bits
 
@@ -183,7 +191,7 @@ class FakeForward:
         fold = 0
         for i, token in enumerate(tokens):
             fold = (fold * 0x100000001B3 + mix(fold ^ (token * 1000003 + i))) & MASK
-        return self.row(fold)[: self.vocab_size]
+        return self.row(fold, tokens[-1])[: self.vocab_size]
 
     def close(self):
         pass
@@ -224,6 +232,7 @@ def fake_model(vocab_size=61, context_length=64, stop_token_ids=(0,), sharpness=
             context_length=context_length,
             stop_token_ids=tuple(stop_token_ids),
             n_layers=1,
+            n_heads=36,
             n_kv_heads=1,
             head_dim=16,
             vocab_size=vocab_size,
@@ -256,7 +265,7 @@ class PagedForward(FakeForward):
                 fold = (fold * 0x100000001B3 + cell) & MASK
                 if i >= start:
                     if row in wanted:
-                        logits[wanted[row]] = self.row(fold)
+                        logits[wanted[row]] = self.row(fold, int(token_ids[row]))
                     row += 1
             seq.write_kv(0, start, new, new)
 

@@ -292,14 +292,14 @@ def test_an_interrupt_amid_the_bookkeeping_costs_one_request(engine, monkeypatch
     first = engine.add_request("abc", SamplingParams(seed=1, max_tokens=4, ignore_eos=True))
     second = engine.add_request("abd", SamplingParams(seed=1, max_tokens=4, ignore_eos=True))
     engine.step()
-    accept = engine._accept
+    accept = engine.drawing.accept
 
     def interrupted(branch):
         if branch.request.request_id == first:
             raise KeyboardInterrupt
         accept(branch)
 
-    monkeypatch.setattr(engine, "_accept", interrupted)
+    monkeypatch.setattr(engine.drawing, "accept", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     monkeypatch.undo()

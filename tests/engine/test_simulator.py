@@ -19,6 +19,12 @@ from pagedkv.engine.params import SamplingParams
 RUNS = int(os.environ.get("PAGEDKV_SIM_RUNS", "120"))
 SEEDS = [int(os.environ["PAGEDKV_SIM_SEED"])] if "PAGEDKV_SIM_SEED" in os.environ else list(range(RUNS))
 
+SPECULATION = [
+    {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 1},
+    {"method": "ngram", "num_speculative_tokens": 5},
+    {"method": "ngram", "num_speculative_tokens": 20, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+]
+
 
 def random_params(rng, longest):
     maybe = lambda chance, value, default: value if rng.random() < chance else default  # noqa: E731
@@ -88,7 +94,11 @@ class Traffic:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
             enable_prefix_caching=real and rng.random() < 0.8,
+            speculative_config=rng.choice([None, *SPECULATION]),
         )
+        self.model.forward.echo = rng.choice([0, 8, 12])
+        if self.engine.scheduler.speculation is not None:  # margin 0: whatever can be guessed is computed
+            self.engine.scheduler.speculation.margin = rng.choice([0, 1.2])
         self.common = [[rng.randint(1, 60) for _ in range(self.context)] for _ in range(2)]
         self.asked, self.seen, self.done, self.aborted = {}, {}, {}, set()
 
@@ -145,6 +155,9 @@ class Traffic:
         else:
             assert {branch.seq for branch in scheduler.running} == self.kv.live
         assert all(branch.seq is None for branch in scheduler.waiting)
+        for branch in scheduler.running:  # what was guessed wrong is gone
+            assert len(branch.seq) < len(branch.tokens)
+            assert len(branch.seq.page_table) == -(-len(branch.seq) // self.page_tokens)
         for queue in (scheduler.running, scheduler.waiting):
             assert [b.key for b in queue] == sorted(b.key for b in queue)
         for branch in scheduler.running:
@@ -193,8 +206,8 @@ def test_random_traffic(seed, real):
 
 @pytest.mark.parametrize("real", [False, True], ids=["fake", "paged"])
 def test_the_runs_reach_what_they_are_for(real):
-    """The pools are small enough to preempt and to evict, forks share pages, and prefixes are found."""
-    preemptions, shared, hits, evicted = 0, False, 0, 0
+    """Pools are small enough to preempt and evict, forks share, prefixes are found, guesses come true and fail."""
+    preemptions, shared, hits, evicted, drafted, accepted = 0, False, 0, 0, 0, 0
     for seed in range(25):
         traffic = Traffic(seed, real)
         for _ in range(10):
@@ -205,6 +218,9 @@ def test_the_runs_reach_what_they_are_for(real):
         stats = traffic.engine.stats()
         preemptions += stats["preemptions"]
         hits += stats["prefix_hit_tokens"]
+        drafted += stats["spec_draft_tokens"]
+        accepted += stats["spec_accepted_tokens"]
         evicted += traffic.kv.stats()["num_evicted"] if real else 0
     assert preemptions > 10 and shared
+    assert accepted > 50 and drafted - accepted > 50
     assert not real or (hits > 1000 and evicted > 20)
