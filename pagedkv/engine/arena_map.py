@@ -38,8 +38,8 @@ def _picture(engine: "LLMEngine") -> dict[str, Any]:
         for branch in engine.scheduler.running
         if branch.seq is not None
     ]
-    with engine._intake:  # others may be adding
-        waiting = [*engine.scheduler.waiting, *(request.branches[0] for request in engine._incoming)]
+    with engine.intake.lock:  # others may be adding
+        waiting = [*engine.scheduler.waiting, *(request.branches[0] for request in engine.intake.incoming)]
         stats = engine.stats()
     return {
         "time": time.monotonic(),

@@ -1,10 +1,7 @@
 """The engine: requests in, one batched forward per step, outputs out."""
 
 import contextlib
-import heapq
-import itertools
 import threading
-import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +11,11 @@ import numpy as np
 
 from ..core.errors import PoolExhausted
 from . import forks
-from .admission import Admission, Prompt, QueueFull
-from .checks import check_int, refuse
+from .admission import Admission, Prompt
+from .checks import check_int
 from .drawing import Drawing
+from .intake import Intake
+from .metrics import EngineMetrics
 from .outputs import FinishReason, RequestOutput
 from .pacing import Pacing
 from .params import SamplingParams
@@ -52,7 +51,6 @@ class LLMEngine:
         self.model = model
         self.kv = kv
         self.max_model_len = max_model_len
-        self.max_waiting = None if max_waiting is None else check_int("max_waiting", max_waiting, 0)
         self.admission = Admission(model, kv, max_model_len)
         self.scheduler = Scheduler(
             kv,
@@ -64,13 +62,11 @@ class LLMEngine:
         )
         self.drawing = Drawing(model)
         self._logits = np.empty((0, model.forward.vocab_padded), np.float32)
-        self._requests: dict[str, Request] = {}
+        self.metrics = EngineMetrics()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
         self._unclaimed: list[RequestOutput] = []
-        self._incoming: deque[Request] = deque()  # queued since the last step
-        self._doomed: deque[Request] = deque()  # to be aborted before the next one
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
-        self._closed = False
+        self.intake = Intake(self.scheduler, max_waiting, self._mailboxes)
+        self._requests = self.intake.requests
         self._make_locks()
         forks.watch(self)
 
@@ -79,7 +75,7 @@ class LLMEngine:
     def _make_locks(self) -> None:
         self._turn = threading.RLock()  # held by one who waits for the lock, so that the next step waits for him
         self._lock = threading.RLock()  # held during a step, and for whatever must not see half of one
-        self._intake = threading.Lock()  # held for a moment, to check the queue and to add to it
+        self.intake.lock = threading.Lock()
 
     def _in_turn(self) -> contextlib.AbstractContextManager[Any]:
         """What a thread enters before it takes the lock, so that a thread that steps without pause cannot starve it."""
@@ -90,11 +86,11 @@ class LLMEngine:
         """Wait for the end of the step, so that the child finds the engine between two."""
         with self._in_turn():
             self._lock.acquire()
-        self._intake.acquire()
+        self.intake.lock.acquire()
 
     def after_fork_in_parent(self) -> None:
         """Go on."""
-        self._intake.release()
+        self.intake.lock.release()
         self._lock.release()
 
     def after_fork_in_child(self) -> None:
@@ -138,11 +134,7 @@ class LLMEngine:
 
     def doom(self, request: Request) -> bool:
         """abort_soon() of this very request, not of one that has got its id since. Takes no lock: for finalizers."""
-        if request.doomed or self._requests.get(request.request_id) is not request:
-            return False
-        request.doomed = True
-        self._doomed.append(request)
-        return True
+        return self.intake.doom(request)
 
     def has_unfinished(self) -> bool:
         """Whether step() has something to compute or to hand out."""
@@ -161,14 +153,15 @@ class LLMEngine:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; see docs/engine.md. Changes nothing."""
-        scheduler, kv, speculation = self.scheduler, self.kv, self.scheduler.speculation
+        scheduler, kv, metrics = self.scheduler, self.kv, self.metrics
+        speculation = scheduler.speculation
         return {
             "pages_total": kv.n_pages,
             "pages_free": kv.n_free,
             "pages_cached": kv.n_cached,
             "pages_in_use": kv.n_in_use,
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting) + len(self._incoming),
+            "waiting": len(scheduler.waiting) + len(self.intake.incoming),
             "preemptions": scheduler.n_preemptions,
             "prefix_hit_tokens": scheduler.n_prefix_hit_tokens,
             "prefix_query_tokens": scheduler.n_prefix_query_tokens,
@@ -177,6 +170,11 @@ class LLMEngine:
             "steps": scheduler.n_steps,
             "isa": self.model.forward.isa,
             "threads": self.model.forward.n_threads,
+            "prompt_tokens": metrics.prompt_tokens,
+            "generation_tokens": metrics.generation_tokens,
+            **{f"requests_{reason}": n for reason, n in metrics.requests.items()},
+            "requests_timeout": metrics.timeouts,
+            "requests_refused": self.intake.n_refused,
         }
 
     # For LLM: outputs of a subscribed request go to its mailbox instead of to step()
@@ -248,7 +246,7 @@ class LLMEngine:
 
     def close(self) -> None:
         """Abort everything and forget all outputs. Nothing can be added afterwards: RuntimeError."""
-        self._closed = True
+        self.intake.closed = True
         with self._in_turn(), self._lock:
             for request_id in list(self._requests):
                 self.abort(request_id)
@@ -266,57 +264,17 @@ class LLMEngine:
     def enqueue(self, request: Request, request_id: str | None = None, *, limited: bool = True) -> str:
         """Queue a prepared request and return its id. Waits for no step. limited: QueueFull if max_waiting requests
         wait already. Raises ValueError for an id in use, RuntimeError after close()."""
-        with self._intake:
-            if self._closed:
-                raise RuntimeError("the engine is closed")
-            if request_id is None:
-                names = (f"request-{i}" for i in itertools.count(request.arrival))
-                request_id = next(name for name in names if not self._in_use(name))
-            elif not isinstance(request_id, str) or self._in_use(request_id):
-                raise refuse("request_id", request_id, "a text that no unfinished request has")
-            if limited:
-                self._refuse_crowd()
-            request.request_id = request_id
-            self._requests[request_id] = request
-            self._incoming.append(request)
-            if self._closed:  # by another thread that did not see the request yet
-                self._requests.pop(request_id, None)
-                raise RuntimeError("the engine is closed")
-        return request_id
-
-    def _in_use(self, request_id: str) -> bool:
-        return request_id in self._requests or request_id in self._mailboxes
-
-    def _refuse_crowd(self) -> None:
-        """Raise QueueFull if the queue is. What came since the last step counts only beyond the free slots."""
-        if self.max_waiting is None:
-            return
-        scheduler = self.scheduler
-        free = max(0, scheduler.max_num_seqs - len(scheduler.running) - len(scheduler.waiting))
-        n_waiting = len(scheduler.waiting) + max(0, len(self._incoming) - free)
-        if n_waiting >= self.max_waiting:
-            raise QueueFull(f"{n_waiting} requests are waiting; max_waiting is {self.max_waiting}")
+        return self.intake.add(request, request_id, limited=limited)
 
     def _settle(self) -> None:
         """Between steps: queue what came in, end what was asked to end or is past its deadline."""
-        while self._incoming:
-            request = self._incoming.popleft()
-            if self._requests.get(request.request_id) is not request:
-                continue
-            for branch in request.branches:
-                if branch.mask is not None:
-                    branch.mask.prepare([])
-            self.scheduler.add(request.branches[0])
-            if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
-        while self._doomed:
-            self._end(self._doomed.popleft(), "abort")
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            self._end(heapq.heappop(self._deadlines)[2], "abort", "timeout")
+        self.intake.take_in()
+        for request, why in self.intake.due():
+            self._end(request, "abort", why)
 
     def _end(self, request: Request, reason: FinishReason, why: str | None = None) -> bool:
         """End all branches that still run and hand out the last output; False if the request has ended before."""
-        if self._requests.get(request.request_id) is not request:
+        if not self.intake.has(request):
             return False
         for branch in request.branches:
             self._finish(branch, reason, why)
@@ -326,10 +284,12 @@ class LLMEngine:
     # One step
 
     def _run_step(self) -> None:
+        self.metrics.begin()
         self._settle()
         if not self._requests:
             return
         chunks = self.scheduler.schedule()
+        self.intake.scheduled()
         if not chunks:
             raise PoolExhausted(
                 f"{self.kv.n_in_use} of {self.kv.n_pages} pages are held outside the engine; no request can advance"
@@ -370,15 +330,18 @@ class LLMEngine:
         self._forward([c.branch.seq for c in chunks], token_ids, [c.n_rows for c in chunks], wanted, logits)
         first = [(branch, row) for each in drawn.values() for branch, _, row in each]
         self.drawing.draw([branch for branch, _ in first], logits, [row for _, row in first])
+        self.metrics.sampled(chunks)
         for request, parts in work.items():
             begun.add(request)
             for position, row in scored.get(request, ()):
                 self.drawing.score(request, position, logits, row)
             n_right = {chunk.branch: 0 for chunk in parts}  # drafts
             for branch, chunk, row in drawn.get(request, ()):
+                n_before = branch.n_outputs
                 self.drawing.accept(branch)
                 if chunk.drafts:
                     n_right[branch] = self.drawing.accept_drafts(branch, chunk.drafts, logits, row)
+                self.metrics.tokens(branch, branch.n_outputs - n_before)
             for chunk in parts:
                 self.scheduler.settle(chunk, n_right[chunk.branch])
             if request in drawn:
@@ -423,10 +386,8 @@ class LLMEngine:
         """Hand out the request's output, and forget the request if this was the last one."""
         finished = request.finished
         if finished:
-            del self._requests[request.request_id]
-            if len(self._deadlines) > 64 + 2 * len(self._requests):  # mostly of requests that are gone
-                self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
-                heapq.heapify(self._deadlines)
+            self.intake.forget(request)
+            self.metrics.ended(request)
         if request.final_only and not finished:
             return
         (request.sink or self._unclaimed.append)(request.output())

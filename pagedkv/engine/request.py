@@ -19,8 +19,8 @@ def stored_tokens(n_prompt: int, n_new: int) -> int:
 class Request:
     """One prompt, its parameters and its n branches. Lower `priority` runs first; `arrival` orders equals.
 
-    sink: takes the outputs, on whatever thread steps or aborts, None: step() returns them. arrival_time, deadline: on
-    time.monotonic()'s clock. doomed: its abort is asked for and not yet carried out.
+    sink: takes the outputs, on whatever thread steps or aborts, None: step() returns them. doomed: its abort is asked
+    for and not yet carried out. All times are time.monotonic()'s; metrics.py fills in those of what happens later.
     """
 
     def __init__(
@@ -54,6 +54,9 @@ class Request:
         self.arrival_time = arrival_time
         self.deadline = deadline
         self.doomed = False
+        self.scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.n_preemptions = 0
         self.branches: list[Branch] = []
         self.forked = False
         self.num_cached_tokens: int | None = None
@@ -107,6 +110,7 @@ class Branch:
         self.n_published = 0
         self.last_step = 0
         self.lookup: Any = None
+        self.token_time: float | None = None
         self.logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None

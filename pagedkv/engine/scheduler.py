@@ -236,6 +236,7 @@ class Scheduler:
         self._release(branch)
         self.add(branch)
         self.n_preemptions += 1
+        branch.request.n_preemptions += 1
 
     def _release(self, branch: Branch) -> None:
         if branch.seq is not None:
