@@ -113,7 +113,7 @@ def test_allowed_ids_alone_need_no_thread():
     params = SamplingParams(seed=1, max_tokens=9, ignore_eos=True, allowed_token_ids=[7, 9, 11])
     (output,) = run(make_engine(), [[1, 2]], [params])
     assert set(output.outputs[0].token_ids) <= {7, 9, 11} and len(output.outputs[0].token_ids) == 9
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # those of earlier tests may end meanwhile
 
 
 def test_allowed_ids_outside_the_vocabulary_are_refused_at_submission():
