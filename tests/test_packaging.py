@@ -79,6 +79,7 @@ def test_source_distribution_is_whole(distribution):
     wanted = {path.relative_to(ROOT) for path in (ROOT / "csrc").iterdir()}
     for pattern in ("*.py", "*.pyx", "*.pxd", "*.pyi", "*.h", "py.typed"):
         wanted |= {path.relative_to(ROOT) for path in (ROOT / "pagedkv").rglob(pattern)}
+    wanted |= {path.relative_to(ROOT) for path in (ROOT / "pagedkv" / "server" / "static").iterdir()}
     wanted |= {Path(name) for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE")}
     assert {Path("csrc/k_neon.c"), Path("csrc/k_avx2.c"), Path("pagedkv/include/pagedkv/pagedkv.h")} <= wanted
     missing = [path for path in wanted if not (distribution / path).exists()]
@@ -100,6 +101,7 @@ def test_what_is_installed(installed):
     names = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
     for name in ("py.typed", "core/arena.pxd", "core/arena.pyi", "include/pagedkv/pagedkv.h", "build.json"):
         assert f"pagedkv/{name}" in names
+    assert "pagedkv/server/static/index.html" in names
     assert not [name for name in names if name.endswith((".c", ".pyx", ".o"))]
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"pagedkv", "bin"}
     assert any(re.fullmatch(r"pagedkv-[\d.]+\.dist-info/licenses/LICENSE", name) for name in names)
