@@ -117,6 +117,97 @@ def chat(model: str) -> None:
     chat.run(model)
 
 
+def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    from pagedkv.engine.checks import parse_bytes
+
+    if value is None:
+        return None
+    try:
+        return parse_bytes(parameter.opts[0], int(value) if value.isdigit() else value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_COUNT = click.IntRange(1, 1 << 20)
+_WIDTH = click.IntRange(1, 1024)
+_FILE = click.Path(exists=True, dir_okay=False)
+
+
+@_command
+@_model
+@click.option("--host", default="127.0.0.1", show_default=True, metavar="H", help="Address to listen at; 0.0.0.0: all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, metavar="P", help="0: any.")
+@click.option("--api-key", "keys", multiple=True, metavar="K", help="Key clients must send; PAGEDKV_API_KEY adds more.")
+@click.option("--api-key-file", "key_file", type=_FILE, metavar="F", help="Keys, one a line.")
+@click.option("--served-model-name", "names", multiple=True, metavar="N", help="What clients call the model.")
+@click.option("--max-body", default="8MiB", show_default=True, callback=_bytes, metavar="B", help="Size of a request.")
+@click.option("--max-queue", type=_COUNT, default=1024, show_default=True, metavar="N", help="Outputs that may wait.")
+@click.option("--max-prompts", type=_COUNT, default=256, show_default=True, metavar="N", help="Prompts of a request.")
+@click.option("--max-n", type=_WIDTH, default=128, show_default=True, metavar="N", help="Outputs per prompt.")
+@click.option("--max-logprobs", type=_WIDTH, default=20, show_default=True, metavar="N", help="Alternatives a token.")
+@click.option("--cors-origin", "origins", multiple=True, metavar="O", help="Origin whose pages may ask; * for all.")
+@click.option("--shutdown-timeout", type=click.FloatRange(0, 1e6), default=30.0, show_default=True, metavar="S",
+              help="Seconds for running requests to finish.")  # fmt: skip
+@click.option("--access-log", is_flag=True, help="A line for each request.")
+@_threads
+@click.option("--kv-format", type=click.Choice(KV_FORMATS), default="f16", show_default=True, help="Format of K and V.")
+@click.option("--kv-memory", callback=_bytes, metavar="B", help="Size of the KV pool, such as 2GiB.")
+@click.option("--kv-pages", type=click.IntRange(1), metavar="N", help="The same in pages.")
+@click.option("--page-tokens", type=click.Choice(["16", "32", "64", "128", "256"]), default="16", show_default=True)
+@click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="Tokens of prompt and output together.")
+@click.option("--max-num-seqs", type=click.IntRange(1, 65536), default=64, show_default=True, metavar="N",
+              help="Outputs computed at a time.")  # fmt: skip
+@click.option("--max-num-batched-tokens", type=_COUNT, default=512, show_default=True, metavar="N")
+@click.option("--no-prefix-caching", is_flag=True, help="Compute equal beginnings each time.")
+@click.option("--quantization", metavar="T", help="Convert float weights to this type.")
+@click.option("--activations", type=click.Choice(["int8", "int12"]), default="int8", show_default=True)
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    keys: tuple[str, ...],
+    key_file: str | None,
+    names: tuple[str, ...],
+    max_body: int,
+    max_queue: int,
+    max_prompts: int,
+    max_n: int,
+    max_logprobs: int,
+    origins: tuple[str, ...],
+    shutdown_timeout: float,
+    access_log: bool,
+    no_prefix_caching: bool,
+    page_tokens: str,
+    **llm_options: Any,
+) -> None:
+    """Serve a model over HTTP, as the OpenAI API does. Ctrl-C lets running requests finish, a second one does not."""
+    from pagedkv.commands import serve
+
+    serve.run(
+        model,
+        host=host,
+        port=port,
+        keys=keys,
+        key_file=key_file,
+        access_log=access_log,
+        settings={
+            "served_model_names": names,
+            "cors_origins": origins,
+            "max_body": max_body,
+            "max_prompts": max_prompts,
+            "max_n": max_n,
+            "max_logprobs": max_logprobs,
+            "shutdown_timeout": shutdown_timeout,
+        },
+        llm_options={
+            **llm_options,
+            "max_waiting": max_queue,
+            "page_tokens": int(page_tokens),
+            "enable_prefix_caching": not no_prefix_caching,
+        },
+    )
+
+
 @_command
 @_model
 @_threads

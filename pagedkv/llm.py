@@ -76,7 +76,8 @@ class LLM:
 
     Raises ValueError naming field, value and range; ModelError for a file that cannot be used. No setting but model,
     kv_format, quantization and activations changes any output; where a model has several rotation tables,
-    max_model_len chooses between them (docs/models.md).
+    max_model_len chooses between them (docs/models.md). `settings` holds those of them that are not the cache's, by
+    name, None where a setting changes nothing.
     """
 
     def __init__(
@@ -131,6 +132,11 @@ class LLM:
             config = self.model.config
             context = config.context_length
             length = context if max_model_len is None else check_int("max_model_len", max_model_len, 1, context)
+            self.settings = {
+                "activations": activations,
+                "quantization": quantization,
+                "context": f"c{length}" if any(rope.kind in ("dynamic", "longrope") for rope in config.ropes) else None,
+            }
             shape = (config.n_layers, config.n_kv_heads, config.head_dim)
             if kv_pages is None:
                 page_bytes = config.n_layers * config.n_kv_heads * tile_bytes(kv_format, config.head_dim, page_tokens)

@@ -7,6 +7,9 @@ from typing import Any
 
 PACKAGE = Path(__file__).parent
 
+# Counts the changes of any bit of any output, each of which has a line under Numerics in CHANGELOG.md.
+NUMERICS = 1
+
 
 def version() -> str:
     """The version: of the checkout where the package runs from one, else of the installed distribution."""

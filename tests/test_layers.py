@@ -31,7 +31,7 @@ ARITHMETIC = {
 FACTORIES = {("arena", "check"), ("arena", "sequence")}
 
 # Parts of the package from the bottom up; `version` stands beside them.
-PARTS = ["core", "models", "engine", "llm", "commands", "cli", "__main__"]
+PARTS = ["core", "models", "engine", "llm", "server", "commands", "cli", "__main__"]
 # What parts above the core may use of its private module.
 PUBLIC_OF_KERNELS = {"ThreadPool", "isa", "isa_names"}
 
@@ -92,7 +92,9 @@ def test_core_imports_downward(path):
         assert not (name in PAGES and other in ARITHMETIC), f"core/{path.name}, of the page side, imports core/{other}"
 
 
-@pytest.mark.parametrize("path", files("models", "engine", "commands", "."), ids=lambda path: "/".join(path.parts[-2:]))
+@pytest.mark.parametrize(
+    "path", files("models", "engine", "server", "commands", "."), ids=lambda path: "/".join(path.parts[-2:])
+)
 def test_parts_import_downward(path):
     own = part(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
     if own == "__init__":  # the table of lazy names; what it runs at import is tested in test_import.py

@@ -92,6 +92,8 @@ class ForwardModel:
     @property
     def isa(self) -> str: ...
     @property
+    def hidden_size(self) -> int: ...
+    @property
     def nbytes(self) -> int: ...
     def profile_seconds(self) -> dict[str, float]: ...
     def run(
@@ -101,5 +103,6 @@ class ForwardModel:
         token_ids: ArrayLike,
         q_lens: ArrayLike,
         logit_rows: ArrayLike,
-        logits: NDArray[np.float32],
+        logits: NDArray[np.float32] | None,
+        hidden: NDArray[np.float32] | None = None,
     ) -> None: ...

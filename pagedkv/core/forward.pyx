@@ -117,8 +117,9 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
     if b.n_logits:
         norm(b, b.deferred, post, b.head_norm, True, b.n_logits, is_quantised(b.head), counter, n_threads)
         done(b, OP_HEAD_NORM, thread, &since)
-        head(b, counter + 1, n_threads)
-        done(b, OP_HEAD, thread, &since)
+        if b.logits != NULL:
+            head(b, counter + 1, n_threads)
+            done(b, OP_HEAD, thread, &since)
 
 
 # --- Python edge -------------------------------------------------------------------------------------------------------
@@ -353,6 +354,11 @@ cdef class ForwardModel:
         return self.head.w.n_panels * 16
 
     @property
+    def hidden_size(self) -> int:
+        """Columns of a hidden state."""
+        return self.b.hidden
+
+    @property
     def n_layers(self) -> int:
         """Layers, as the KV cache must have them."""
         return self.b.n_layers
@@ -411,7 +417,7 @@ cdef class ForwardModel:
         b.scratch_stride = self.scratch_bytes // self.pool.n_threads
         return 0
 
-    def run(self, PagedKVCache kv not None, seqs, token_ids, q_lens, logit_rows, logits) -> None:
+    def run(self, PagedKVCache kv not None, seqs, token_ids, q_lens, logit_rows, logits, hidden=None) -> None:
         """Compute the last q_lens[i] tokens of each sequence: write their K and V, and logits of the rows asked for.
 
         kv          cache of this model's n_layers, n_kv_heads and head_dim
@@ -419,7 +425,8 @@ cdef class ForwardModel:
         token_ids   int32 [sum(q_lens)], concatenated in order of seqs, in [0, vocab_size)
         q_lens      int32 [len(seqs)], each at least 1
         logit_rows  int32 [m], rows of token_ids, strictly ascending
-        logits      float32 [m, vocab_padded], written; columns from vocab_size on are meaningless
+        logits      float32 [m, vocab_padded], written; columns from vocab_size on are meaningless; None: not wanted
+        hidden      float32 [m, hidden_size], written with what the output head reads of those rows, behind the last norm; None: not wanted
 
         Releases the GIL; other threads must leave the sequences alone meanwhile. Raises BadInput naming what does not fit, with no K/V
         written, Tampered, MemoryError, and RuntimeError when the model is running already. The cache cannot be closed meanwhile.
@@ -430,7 +437,7 @@ cdef class ForwardModel:
         self.running = True
         try:
             self.run_alone(kv, list(seqs), int32_array("token_ids", token_ids), int32_array("q_lens", q_lens),
-                           int32_array("logit_rows", logit_rows), logits)
+                           int32_array("logit_rows", logit_rows), logits, hidden)
         finally:
             self.running = False
             kv.let_go()
@@ -440,7 +447,7 @@ cdef class ForwardModel:
         v.storage, v.page_stride, v.tile_bytes, v.format = cache.storage, cache.page_stride, cache.tile_bytes, cache.format
         v.n_kv_heads, v.head_dim, v.page_tokens = cache.n_kv_heads, cache.head_dim, cache.page_tokens
 
-    cdef int run_alone(self, PagedKVCache kv, list seqs, ids, lens, rows, logits) except -1:
+    cdef int run_alone(self, PagedKVCache kv, list seqs, ids, lens, rows, logits, hidden) except -1:
         cdef batch *b = &self.b
         cdef int64_t i, row, page, status
         cdef KVSequence seq
@@ -457,8 +464,11 @@ cdef class ForwardModel:
             raise BadInput(f"logit_rows: {rows.tolist()} do not ascend in [0, {len(ids)})")
         if len({id(entry) for entry in seqs}) != len(seqs):
             raise BadInput("seqs: the same sequence twice")
-        if logits.dtype != np.float32 or logits.shape != (len(rows), self.vocab_padded):
-            raise BadInput(f"logits: {logits.dtype} {logits.shape} is not float32 ({len(rows)}, {self.vocab_padded})")
+        for name, out, width in (("logits", logits, self.vocab_padded), ("hidden", hidden, b.hidden)):
+            if out is not None and (out.dtype != np.float32 or out.shape != (len(rows), width)):
+                raise BadInput(f"{name}: {out.dtype} {out.shape} is not float32 ({len(rows)}, {width})")
+        if hidden is not None and not hidden.flags.carray:
+            raise BadInput("hidden: not contiguous, or not writable")
         for i in range(b.n_attentions):
             self.attach(&b.attentions[i].view, &kv.view)
         self.reserve(len(ids), len(seqs))
@@ -488,15 +498,19 @@ cdef class ForwardModel:
         b.logits_stride = self.vocab_padded
         b.nanoseconds = self.profile_ns if self.profile else NULL
         memset(self.counters, 0, (b.n_layers * COUNTERS_PER_LAYER + 4) * sizeof(int64_t))
-        PyObject_GetBuffer(logits, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)
+        none = np.empty(1, np.float32)
+        PyObject_GetBuffer(none if logits is None else logits, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)
         try:
             b.tokens = <const int32_t *><size_t>ids.ctypes.data
             b.logit_rows = <const int32_t *><size_t>rows.ctypes.data
-            b.logits = <float *>buffer.buf
+            b.logits = NULL if logits is None else <float *>buffer.buf
             with nogil:
                 status = pool_run(b.pool, &step, b)
         finally:
             PyBuffer_Release(&buffer)
         if status:
             raise MemoryError("the system refused a worker thread")
+        if hidden is not None:
+            for i in range(len(rows)):
+                memcpy(<float *><size_t>hidden.ctypes.data + i * b.hidden, b.normed.x + i * b.normed.act.x_stride, b.hidden * sizeof(float))
         return 0

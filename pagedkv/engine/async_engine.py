@@ -112,8 +112,11 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        *,
+        final_only: bool = False,
     ) -> RequestStream:
-        """Queue a request and return its stream, without waiting for a step. Arguments are LLMEngine.add_request's.
+        """Queue a request and return its stream, without waiting for a step. Arguments are LLMEngine.add_request's;
+        final_only: the stream has the last output alone.
 
         Raises ValueError and QueueFull as that does, RuntimeError while draining and after close(), EngineDeadError;
         nothing is queued then.
@@ -124,7 +127,8 @@ class AsyncEngine:
         channel = self._thread.channel(loop)
 
         def prepare() -> Any:
-            return self.engine.prepare(prompt, sampling_params, priority=priority, timeout=timeout, sink=channel.post)
+            options = {"priority": priority, "timeout": timeout, "final_only": final_only, "sink": channel.post}
+            return self.engine.prepare(prompt, sampling_params, **options)
 
         request = await asyncio.to_thread(prepare) if _is_long(prompt) else prepare()
         return RequestStream(self, channel, self._thread.submit(channel, request, request_id))

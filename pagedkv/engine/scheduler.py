@@ -150,6 +150,13 @@ class Scheduler:
             if chunk.branch.seq is not None and len(chunk.branch.seq) > chunk.start:
                 chunk.branch.seq.truncate(chunk.start)
 
+    def preempt_last(self) -> bool:
+        """Take the pages of the last running branch in the order, between two steps; False if none runs."""
+        if not self.running:
+            return False
+        self._preempt(self.running[-1])
+        return True
+
     def pages(self, n_tokens: int) -> int:
         """Pages that hold the K/V of n_tokens tokens."""
         return -(-n_tokens // self.kv.page_tokens)

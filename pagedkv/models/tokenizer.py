@@ -174,6 +174,11 @@ class Tokenizer:
         """Whether the file has a chat template; it may still turn out to be broken when used."""
         return self._template_source is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the chat template, None without one."""
+        return self._template_source
+
     @functools.cached_property
     def _template(self) -> "ChatTemplate":
         from pagedkv.models.chat_template import ChatTemplate, ChatTemplateError

@@ -1,0 +1,97 @@
+"""Errors as the OpenAI API shows them: a status and one JSON object."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+RETRY_AFTER_SECONDS = 1
+MAX_MESSAGE_CHARS = 2000
+
+
+class APIError(Exception):
+    """An answer other than 200. `param` names the field at fault, `code` is for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = printable(message)
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return JSONResponse(self.body(), self.status, self.headers)
+
+
+def printable(text: str) -> str:
+    """`text` as one line that every encoding can carry, at most MAX_MESSAGE_CHARS characters."""
+    line = " ".join(text.split())[:MAX_MESSAGE_CHARS]
+    return line.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> APIError:
+    """400."""
+    return APIError(400, message, param=param, code=code)
+
+
+def busy(message: str) -> APIError:
+    """429: come back later."""
+    return APIError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def unavailable(message: str) -> APIError:
+    """503: this server does not take requests now."""
+    return APIError(503, message, code="unavailable", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def from_validation(error: ValidationError) -> APIError:
+    """400 with the first thing pydantic found: field, rule and value."""
+    found = min(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
+    where = ".".join(str(part) for part in found["loc"] if not _names_a_type(part))
+    what = str(found["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if found["type"] == "extra_forbidden":
+        return bad_request(f"{where}: unknown field", param=where, code="unknown_parameter")
+    if found["type"] == "missing":
+        return bad_request(f"{where}: is required", param=where or None, code="missing_required_parameter")
+    given = repr(found.get("input"))
+    given = given if len(given) <= 60 else given[:57] + "..."
+    text = f"{what}, not {given}" if what.startswith("Input should") else what
+    return bad_request(f"{where}: {text}" if where else text, param=where or None, code="invalid_value")
+
+
+def _names_a_type(part: int | str) -> bool:
+    """Whether a part of a location is pydantic's name of a union's member, not a field."""
+    return isinstance(part, str) and re.fullmatch(r"[a-z_]+", part) is None and not part.isidentifier()
+
+
+def from_refusal(error: ValueError, params: Iterable[str]) -> APIError:
+    """400 for what the engine refused; its message begins with the field, one of `params` if a request can hold it."""
+    message = str(error)
+    first = re.match(r"\w+", message)
+    param = first[0] if first and first[0] in set(params) else None
+    too_long = "longer than the context" in message or "the pool holds" in message
+    return bad_request(message, param=param, code="context_length_exceeded" if too_long else "invalid_value")
