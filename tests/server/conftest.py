@@ -129,3 +129,41 @@ def small(tiny_path):
         yield live
         live.wait_idle()
         assert live.llm.check() == []
+
+
+@pytest.fixture(scope="session")
+def shared_browser(tmp_path_factory):
+    """One Chromium for all tests of the page."""
+    from browser import chromium
+
+    with chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(shared_browser):
+    """A tab that must not have complained by the end of the test."""
+    shared_browser.expected = []
+    yield shared_browser
+    assert shared_browser.errors() == []
+    shared_browser.driver.get("about:blank")
+
+
+@pytest.fixture(scope="session")
+def crowded(smollm2_path, shared_browser):
+    """The real model behind a server with a pool small enough to be crowded."""
+    from pagedkv import LLM
+
+    with LLM(smollm2_path, threads=2, kv_pages=256, max_num_seqs=16, max_model_len=1024) as llm, served(llm) as live:
+        yield live
+        live.wait_idle()
+        assert live.llm.check() == []
+
+
+@pytest.fixture(scope="session")
+def locked(smollm2_path):
+    """The real model behind a server that asks for the key "right"."""
+    from pagedkv import LLM
+
+    with LLM(smollm2_path, threads=1, kv_pages=64, max_model_len=512) as llm, served(llm, api_keys=("right",)) as live:
+        yield live
