@@ -42,7 +42,7 @@ def validated(model: type[M], raw: bytes) -> M:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, value) from None
 
 
 def encoded(value: Any) -> bytes:

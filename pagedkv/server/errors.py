@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
+from ..engine.checks import shown
+
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -68,24 +70,35 @@ def unavailable(message: str) -> APIError:
     return APIError(503, message, code="unavailable", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
 
-def from_validation(error: ValidationError) -> APIError:
-    """400 with the first thing pydantic found: field, rule and value."""
-    found = min(error.errors(include_url=False, include_context=False), key=lambda one: len(one["loc"]))
-    where = ".".join(str(part) for part in found["loc"] if not _names_a_type(part))
-    what = str(found["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    if found["type"] == "extra_forbidden":
-        return bad_request(f"{where}: unknown field", param=where, code="unknown_parameter")
-    if found["type"] == "missing":
-        return bad_request(f"{where}: is required", param=where or None, code="missing_required_parameter")
-    given = repr(found.get("input"))
-    given = given if len(given) <= 60 else given[:57] + "..."
-    text = f"{what}, not {given}" if what.startswith("Input should") else what
-    return bad_request(f"{where}: {text}" if where else text, param=where or None, code="invalid_value")
+def from_validation(error: ValidationError, value: Any) -> APIError:
+    """400 with the first thing pydantic found in `value`: field, rule and what was there."""
+    found = [(_path(one, value), one) for one in error.errors(include_url=False, include_context=False)]
+    first = found[0][0]
+    # of several things a field may be, the one that it nearly is tells most
+    path, one = max((each for each in found if each[0][: len(first)] == first), key=lambda each: len(each[0]))
+    where = ".".join(map(str, path))
+    param = where or None
+    what = str(one["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if one["type"] == "extra_forbidden":
+        return bad_request(f"{where}: unknown field", param=param, code="unknown_parameter")
+    if one["type"] == "missing":
+        return bad_request(f"{where}: is required", param=param, code="missing_required_parameter")
+    text = f"{what}, not {shown(one['input'])}" if what.startswith("Input should") else what
+    return bad_request(f"{where}: {text}" if where else text, param=param, code="invalid_value")
 
 
-def _names_a_type(part: int | str) -> bool:
-    """Whether a part of a location is pydantic's name of a union's member, not a field."""
-    return isinstance(part, str) and re.fullmatch(r"[a-z_]+", part) is None and not part.isidentifier()
+def _path(one: Any, value: Any) -> list[int | str]:
+    """Where in `value` an error is. Its location also names members of unions, which are left out."""
+    path: list[int | str] = []
+    parts = one["loc"]
+    for number, part in enumerate(parts):
+        last = number == len(parts) - 1 and one["type"] in ("missing", "extra_forbidden")
+        inside = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if inside or last:
+            path.append(part)
+        if inside:
+            value = value[part]
+    return path
 
 
 def from_refusal(error: ValueError, params: Iterable[str]) -> APIError:

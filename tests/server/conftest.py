@@ -1,5 +1,6 @@
 """Live servers for the tests: the real model, and a tiny one where only what surrounds the model counts."""
 
+import asyncio
 import socket
 import sys
 import threading
@@ -23,19 +24,33 @@ class Live:
     url: without a slash at its end. http: an httpx.Client of it. llm, service, server: what it runs on.
     """
 
-    def __init__(self, llm, app):
+    def __init__(self, llm, app, send_buffer=None):
         self.llm, self.service = llm, app.state.service
         listener = socket.socket()
+        if send_buffer is not None:  # of every connection
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="on"))
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]}, name="server")
+        self.loop = None
+        self._thread = threading.Thread(target=self._run, args=[listener], name="server")
         self._thread.start()
         while not self.server.started:
             assert self._thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         self.http = httpx.Client(base_url=self.url, timeout=300)
+
+    def _run(self, listener):
+        async def serve():
+            self.loop = asyncio.get_running_loop()
+            await self.server.serve(sockets=[listener])
+
+        asyncio.run(serve())
+
+    def close_service(self):
+        """What the first signal does to a server in a process of its own."""
+        asyncio.run_coroutine_threadsafe(self.service.close(), self.loop).result(60)
 
     def client(self, **options):
         """The official client of this server."""
@@ -73,12 +88,12 @@ class Live:
 
 
 @contextmanager
-def served(llm, **settings):
-    """A Live server of `llm`, ended behind the block."""
+def served(llm, send_buffer=None, **settings):
+    """A Live server of `llm`, ended behind the block. send_buffer: bytes the system keeps of an unread answer."""
     from pagedkv.server.app import create_app
     from pagedkv.server.settings import ServerSettings
 
-    live = Live(llm, create_app(llm, ServerSettings(**{"shutdown_timeout": 0.0, **settings})))
+    live = Live(llm, create_app(llm, ServerSettings(**{"shutdown_timeout": 0.0, **settings})), send_buffer)
     try:
         yield live
     finally:
