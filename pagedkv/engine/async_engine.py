@@ -10,6 +10,7 @@ from .engine import LLMEngine
 from .engine_thread import EngineThread
 from .outputs import RequestOutput
 from .params import SamplingParams
+from .request import Request
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
@@ -25,12 +26,13 @@ class RequestStream:
     Raises EngineDeadError if the engine died, RuntimeError in a child of a fork.
     """
 
-    def __init__(self, owner: "AsyncEngine", channel: Channel, request_id: str) -> None:
+    request_id: str
+
+    def __init__(self, owner: "AsyncEngine", channel: Channel) -> None:
         self._owner = owner  # lives as long as its streams
         self._channel = channel
         self._reading = False
         self._ended = False
-        self.request_id = request_id
 
     def __aiter__(self) -> "RequestStream":
         return self
@@ -52,15 +54,20 @@ class RequestStream:
             raise
         finally:
             self._reading = False
+        if self._ended:  # closed by another task meanwhile
+            raise StopAsyncIteration
         if output.finished:
             self._ended = True
         return output
 
     def close(self) -> None:
-        """Abort the request if it still runs, without waiting for it; nothing more is read. Idempotent."""
+        """Abort the request if it still runs, without waiting for it; nothing more is read, and a task that waits for
+        an output goes on at once. Idempotent."""
         if not self._ended:
             self._ended = True
             self._channel.close()
+            if self._reading:
+                self._channel.fail(StopAsyncIteration())
 
     async def aclose(self) -> None:
         """close()."""
@@ -96,9 +103,11 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        *,
+        final_only: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """The outputs of one request. submit() as one iterator: what that raises, the first __anext__ raises."""
-        stream = await self.submit(prompt, sampling_params, request_id, priority, timeout)
+        stream = await self.submit(prompt, sampling_params, request_id, priority, timeout, final_only=final_only)
         try:
             async for output in stream:
                 yield output
@@ -116,7 +125,7 @@ class AsyncEngine:
         final_only: bool = False,
     ) -> RequestStream:
         """Queue a request and return its stream, without waiting for a step. Arguments are LLMEngine.add_request's;
-        final_only: the stream has the last output alone.
+        final_only: the stream gives the last output alone.
 
         Raises ValueError and QueueFull as that does, RuntimeError while draining and after close(), EngineDeadError;
         nothing is queued then.
@@ -126,12 +135,14 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         channel = self._thread.channel(loop)
 
-        def prepare() -> Any:
+        def prepare() -> Request:
             options = {"priority": priority, "timeout": timeout, "final_only": final_only, "sink": channel.post}
             return self.engine.prepare(prompt, sampling_params, **options)
 
         request = await asyncio.to_thread(prepare) if _is_long(prompt) else prepare()
-        return RequestStream(self, channel, self._thread.submit(channel, request, request_id))
+        stream = RequestStream(self, channel)
+        stream.request_id = self._thread.submit(channel, request, request_id)
+        return stream
 
     async def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """fn(*args) on the engine thread while no step runs: its result, or its exception. Requests wait meanwhile.

@@ -209,8 +209,9 @@ class LLMEngine:
             self._settle()
 
     def between_steps(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(*args), while no step runs; fn may call any method."""
+        """fn(*args), while no step runs and behind all aborts asked for before; fn may call any method."""
         with self._in_turn(), self._lock:
+            self._settle()
             return fn(*args)
 
     def fail(self, why: str) -> None:

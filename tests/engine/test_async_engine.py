@@ -124,6 +124,18 @@ def test_submit_gives_a_stream_with_an_id():
     run(test)
 
 
+def test_the_last_output_alone():
+    async def test(engine, llm_engine):
+        for outputs in (
+            await read_all(engine.generate("abc", sampled(), final_only=True)),
+            await read_all(await engine.submit("abc", sampled(), final_only=True)),
+        ):
+            (output,) = outputs
+            check_solo(llm_engine, output, sampled())
+
+    run(test)
+
+
 def test_a_slow_reader_gets_the_newest_output_and_the_last():
     async def test(engine, llm_engine):
         stream = await engine.submit("abc", sampled(length=40))
@@ -485,6 +497,19 @@ def test_a_stream_belongs_to_its_loop_and_to_one_reader():
             await anext(stream)
         gate.lift()
         check_solo(llm_engine, (await reader)[-1], sampled())
+
+    run(test)
+
+
+def test_closing_lets_a_waiting_reader_go_at_once():
+    async def test(engine, llm_engine):
+        gate = Gate(llm_engine.model)
+        stream = await engine.submit("abc", sampled())
+        reader = asyncio.create_task(read_all(stream))
+        await gate.begins()
+        stream.close()
+        assert await reader == []  # while the step still waits
+        gate.lift()
 
     run(test)
 
