@@ -235,6 +235,7 @@ def fake_model(vocab_size=61, context_length=64, stop_token_ids=(0,), sharpness=
             n_heads=36,
             n_kv_heads=1,
             head_dim=16,
+            ropes=(),
             vocab_size=vocab_size,
         ),
         tokenizer=FakeTokenizer(vocab_size),
