@@ -26,7 +26,7 @@ def arena_map(engine: "LLMEngine") -> dict[str, Any]:
     queue        the same without pages for each branch that waits; tokens is what it has to compute
     stats        engine.stats() of the same moment
 
-    Any thread; waits for the end of a running step. O(pages), about 1 ms for 100,000 of them.
+    Any thread; waits for the end of a running step. O(pages), about 3 ms for 100,000 of them.
     """
     return engine.between_steps(_picture, engine)
 

@@ -1,6 +1,7 @@
 """How a generation becomes an HTTP answer: whole, or as server-sent events."""
 
 import json
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -10,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..engine.outputs import RequestOutput
 from .errors import APIError, from_validation
-from .generation import Generation, Work, raise_failure, unless_disconnected
+from .generation import Disconnected, Generation, Work, raise_failure, unless_disconnected
 from .parsing import parse_object
 from .service import Service
 
@@ -93,8 +94,9 @@ class EventStream(Response):
         self._after = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the job; refusals are raised before the status line is sent."""
-        await unless_disconnected(receive, self._run(send))
+        """Runs the job; refusals are raised before the status line is sent. A client that leaves is no fault."""
+        with suppress(Disconnected):
+            await unless_disconnected(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
         job = self._job

@@ -1,9 +1,7 @@
 """The application: routes, what stands before them, and how errors look."""
 
 import contextlib
-import importlib.resources
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -11,9 +9,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from . import openapi
 from .answering import JSONAnswer
@@ -24,18 +21,13 @@ from .errors import APIError
 from .fingerprint import fingerprint
 from .generation import Disconnected
 from .middleware import Authentication, RefuseWhileDraining
+from .page import page_routes
 from .service import Service
 from .settings import ServerSettings
 from .status import debug_arena, health, metrics, model, models, ready, show_version
 from .tokens import detokenize, tokenize
 
 CLIENT_CLOSED = 499  # seen by nobody
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 def create_app(llm: Any, settings: ServerSettings | None = None) -> Starlette:
@@ -78,7 +70,7 @@ def _routes(settings: ServerSettings) -> list[BaseRoute]:
     async def show_document(request: Request) -> Response:
         return JSONAnswer(document)
 
-    routes: list[BaseRoute] = [
+    return [
         Route("/v1/models", models),
         Route("/v1/models/{model:path}", model),
         Route("/v1/completions", completions, methods=["POST"]),
@@ -92,15 +84,8 @@ def _routes(settings: ServerSettings) -> list[BaseRoute]:
         Route("/version", show_version),
         Route("/openapi.json", show_document),
         Route("/debug/arena", debug_arena),
+        *page_routes(),
     ]
-    static = Path(str(importlib.resources.files(__package__))) / "static"
-    if (static / "index.html").exists():
-
-        async def page(request: Request) -> Response:
-            return FileResponse(static / "index.html", headers=PAGE_HEADERS)
-
-        routes += [Route("/", page), Mount("/static", StaticFiles(directory=static))]
-    return routes
 
 
 def _middleware(service: Service) -> list[Middleware]:

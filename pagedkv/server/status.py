@@ -1,5 +1,6 @@
 """What tells about the server: models, health, version, metrics, the page pool."""
 
+import gzip
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,8 @@ from .answering import JSONAnswer
 from .errors import APIError
 from .metrics import render
 from .service import Service
+
+SMALL = 4096  # bytes of an answer that is not worth compressing
 
 
 async def models(request: Request) -> Response:
@@ -75,4 +78,9 @@ async def debug_arena(request: Request) -> Response:
     """The page pool between two steps; see docs/engine.md."""
     service: Service = request.app.state.service
     found = await service.engine.run(arena_map, service.llm.engine)
-    return JSONAnswer(found, headers={"Cache-Control": "no-store"})
+    headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+    answer = JSONAnswer(found, headers=headers)
+    if len(answer.body) > SMALL and "gzip" in request.headers.get("accept-encoding", ""):
+        body = await service.offload(gzip.compress, answer.body, 1)
+        return Response(body, headers={**headers, "Content-Encoding": "gzip"}, media_type=answer.media_type)
+    return answer

@@ -182,3 +182,12 @@ def locked(smollm2_path):
 
     with LLM(smollm2_path, threads=1, kv_pages=64, max_model_len=512) as llm, served(llm, api_keys=("right",)) as live:
         yield live
+
+
+@pytest.fixture(scope="session")
+def vast(tiny_path):
+    """The tiny model behind a server with a large pool."""
+    from pagedkv import LLM
+
+    with LLM(tiny_path, threads=1, kv_pages=20_000, max_model_len=64) as llm, served(llm) as live:
+        yield live

@@ -17,8 +17,8 @@ from browser import chromium
 from conftest import served
 from page_scripts import configure
 
-WARM_UP = 80  # seconds of traffic before the first picture
-SCALE = 1.5
+WARM_UP = 70  # seconds of traffic before the first picture
+SCALE = 1.25
 TOPICS = ["a page", "a cache", "a queue", "a prefix", "a lighthouse", "the sea", "a bee", "a forest in winter"]
 TEACHER = "You are a patient teacher who explains things in plain words, with small examples and without jargon. " * 4
 
@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
 
     with (
         tempfile.TemporaryDirectory() as profile,
-        LLM("smollm2-135m-instruct", kv_pages=384, max_num_seqs=12, max_model_len=1024) as llm,
+        LLM("smollm2-135m-instruct", kv_pages=640, max_num_seqs=12, max_model_len=1024) as llm,
         served(llm, served_model_names=("smollm2-135m-instruct",)) as live,
         chromium(profile) as browser,
     ):

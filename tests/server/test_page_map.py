@@ -72,7 +72,7 @@ def test_a_page_tells_whose_it_is(browser, crowded):
         page = arena["owners"][0]["pages"][0]  # begins the prompts of both
         browser.keys("\ue011", *["\ue014"] * page)  # Home, right
         told = browser.wait(TOLD, f"Page {page}:")
-        assert "in use, shared by 4 outputs" in told and told.count("cmpl-") == 2
+        assert "in use, shared by 4 outputs" in told and told.count("text ") == 2
         browser.keys("\ue015", "\ue013", "\ue014", "\ue012")  # down, up, right, left: there again
         assert browser.wait(TOLD, f"Page {page}:")
         browser.keys("\ue007")  # Enter keeps both marked
@@ -82,7 +82,7 @@ def test_a_page_tells_whose_it_is(browser, crowded):
         browser.click("#requests button")
         assert browser.script(PRESSED) == 1
         browser.script("document.activeElement.blur()")
-        assert re.match(r"cmpl-\w+…\w+: \d+ pages, \d+ tokens in 2 outputs\.$", browser.text("#readout"))
+        assert re.match(r"text [0-9a-f]{8}: \d+ pages, \d+ tokens in 2 outputs\.$", browser.text("#readout"))
 
 
 TOLD = "const text = document.getElementById('readout').textContent; return text.startsWith(arguments[0]) && text"
@@ -196,3 +196,27 @@ def test_a_hidden_tab_asks_nothing(browser, crowded):
         browser.driver.set_window_rect(0, 0, 1280, 800)
     browser.wait("return document.getElementById('connection').textContent === 'live'")
     assert browser.script(asked) > before
+
+
+def test_a_large_map_is_compressed_for_who_takes_it(vast):
+    kinds = ("identity", "gzip, br")
+    plain, packed = (vast.http.get("/debug/arena", headers={"Accept-Encoding": kind}) for kind in kinds)
+    assert plain.headers.get("content-encoding") is None and packed.headers["content-encoding"] == "gzip"
+    assert [plain.json()[key] for key in ("states", "refs")] == [packed.json()[key] for key in ("states", "refs")]
+    assert int(packed.headers["content-length"]) < 0.05 * int(plain.headers["content-length"])
+
+
+def test_a_vast_pool_is_shown_whole(browser, vast):
+    """20,000 pages from the server to the canvas; hiding the free end makes room for the others."""
+    browser.open(vast.url)
+    browser.wait(SHOWN)
+    assert browser.text('#legend [data-kind="free"] b') == "20,000"
+    size = "const c = document.getElementById('map'); return [c.width, c.height, c.getBoundingClientRect().height]"
+    whole = browser.script(size)
+    assert whole[0] * whole[1] >= 20_000
+    browser.click("#crop")
+    cropped = browser.script(size)
+    assert cropped[2] < whole[2]
+    browser.script("document.getElementById('map').focus()")
+    browser.keys("\ue010")
+    assert browser.wait("return document.getElementById('readout').textContent").startswith("Page 255: free")

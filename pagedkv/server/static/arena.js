@@ -144,6 +144,8 @@ export class ArenaPanel {
   /** A request's id, short enough for a line. */
   #named(id) {
     if (id === this.#mine) return "your answer";
+    const made = id.match(/^(chat)?cmpl-([0-9a-f]{8})[0-9a-f]{24}(-[0-9]+)?$/); // by this server
+    if (made) return `${made[1] ?? "text"} ${made[2]}${made[3] ?? ""}`;
     return id.length > 22 ? `${id.slice(0, 12)}…${id.slice(-6)}` : id;
   }
 
@@ -226,6 +228,7 @@ export class ArenaPanel {
 
   #addChip(id, holds) {
     const item = document.createElement("li");
+    item.title = id;
     let button = null;
     if (holds) {
       button = document.createElement("button");
@@ -266,7 +269,7 @@ export class ArenaPanel {
       (n) => `${n} + ${now(waiting)}`,
       [
         { points: running, colour: "--page-used", fill: true },
-        { points: waiting, colour: "--page-cached", fill: false },
+        { points: waiting, colour: "--waiting", fill: false },
       ],
       Math.max(peak(running), peak(waiting)),
     );
