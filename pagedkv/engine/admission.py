@@ -18,6 +18,8 @@ from .text import OutputText
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 MAX_TIMEOUT = 1e9  # seconds
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+NORMALISED = 4  # characters of a text that normalisation may make one of
 
 
 class QueueFull(RuntimeError):
@@ -115,10 +117,17 @@ class Admission:
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, if it is one, and its token ids, checked."""
         if isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in PROMPT_KEYS:
+                    raise refuse("prompt key", key, "one of " + ", ".join(PROMPT_KEYS))
+            text = prompt.get("prompt")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), self.checked_ids(prompt["prompt_token_ids"])
-            prompt = prompt.get("prompt", prompt)
+                if not (text is None or isinstance(text, str)):
+                    raise refuse("prompt", text, "a text beside its prompt_token_ids")
+                return text, self.checked_ids(prompt["prompt_token_ids"])
+            prompt = prompt if text is None else text
         if isinstance(prompt, str):
+            self._refuse_long(prompt)
             return prompt, self.checked_ids(self.model.tokenizer.encode(prompt))
         return None, self.checked_ids(prompt)
 
@@ -130,6 +139,16 @@ class Admission:
         if not found:
             raise ValueError("prompt must hold at least 1 token, and is empty")
         return found
+
+    def _refuse_long(self, text: str) -> None:
+        """Raise ValueError for a text that is too long whatever its tokens are, before the work of finding them."""
+        if len(text) > NORMALISED * self.max_model_len:
+            longest = self.model.tokenizer.max_token_chars
+            if len(text) > NORMALISED * self.max_model_len * longest:
+                raise ValueError(
+                    f"prompt of {len(text)} characters is longer than the context of {self.max_model_len} tokens, "
+                    f"of which none has more than {longest} characters"
+                )
 
     def refuse_unfit(self, n_prompt: int, max_tokens: int | None) -> int:
         """Raise ValueError for what can never be computed; returns how many tokens prompt and output may have."""

@@ -213,6 +213,11 @@ class Tokenizer:
         raw = b"".join([self.token_bytes(i, skip_special_tokens) for i in ids])
         return (raw[1:] if self.strips_first_space and raw[:1] == b" " else raw).decode("utf-8", "replace")
 
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """Characters of the longest token, at least 1. The first call looks at all tokens."""
+        return max(1, max(len(token) for token in self._vocabulary.tokens))
+
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """The bytes a token adds to the text; b"" for a skipped special token and for ids the file has no token for."""
         if token_id < 0:

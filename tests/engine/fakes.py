@@ -201,6 +201,7 @@ class FakeTokenizer:
     """Token i is the i-th of a few short texts, one of them half a character; 0 is the end of text."""
 
     strips_first_space = False
+    max_token_chars = 3
     alphabet = "abcdefghijklmnopqrstuvwxyz .,é世"
 
     def __init__(self, vocab_size=61):
@@ -237,6 +238,7 @@ def fake_model(vocab_size=61, context_length=64, stop_token_ids=(0,), sharpness=
             head_dim=16,
             ropes=(),
             vocab_size=vocab_size,
+            ropes=(),
         ),
         tokenizer=FakeTokenizer(vocab_size),
         forward=FakeForward(vocab_size, sharpness),

@@ -111,6 +111,30 @@ def test_prompt_longer_than_the_context_names_both_numbers(engine):
         engine.add_request([1] * 65)
 
 
+def test_text_longer_than_any_tokens_could_be_is_refused_before_tokenizing(engine, monkeypatch):
+    monkeypatch.setattr(engine.model.tokenizer, "encode", lambda text: pytest.fail("tokenized"))
+    with pytest.raises(ValueError, match=r"prompt of 769 characters is longer than the context of 64 tokens.* 3 char"):
+        engine.add_request("a" * (4 * 3 * 64 + 1))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="prompt of 768 tokens is longer than the context of 64"):
+        engine.add_request("a" * (4 * 3 * 64))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt_token_ids": [1], "cache_sait": "me"}, "prompt key must be one of .*, not 'cache_sait'"),
+        ({"prompt": "a", "multi_modal_data": {}}, "prompt key must be one of .*, not 'multi_modal_data'"),
+        ({"prompt": 7, "prompt_token_ids": [1]}, "prompt must be a text .*, not 7"),
+        ({"cache_salt": "me"}, "prompt must be"),
+        ({}, "prompt must be"),
+    ],
+)
+def test_a_misspelt_prompt_is_refused(engine, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt)
+
+
 def test_max_tokens_past_the_context_ends_with_length(engine):
     output = run_one(engine, [1] * 60, SamplingParams(max_tokens=50, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 4 and output.outputs[0].finish_reason == "length"

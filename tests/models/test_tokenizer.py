@@ -70,6 +70,11 @@ class TestRealModel:
             if not missing & set(line) and max(line, default="") < "\U00040000":
                 assert tokenizer.decode(ids) == line
 
+    def test_longest_token(self, smollm2):
+        found, _ = smollm2
+        lengths = [len(found.token_bytes(i, False)) for i in range(found.vocab_size)]
+        assert found.max_token_chars == max(lengths)
+
     def test_special_tokens(self, smollm2):
         tokenizer, _ = smollm2
         assert tokenizer.special_ids == frozenset(range(17))
