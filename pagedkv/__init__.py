@@ -12,6 +12,7 @@ EXPORTS = {
     "EngineDeadError": "pagedkv.engine.engine_thread",
     "QueueFull": "pagedkv.engine.admission",
     "SamplingParams": "pagedkv.engine.params",
+    "StructuredOutputsParams": "pagedkv.engine.structured",
     "RequestOutput": "pagedkv.engine.outputs",
     "CompletionOutput": "pagedkv.engine.outputs",
     "Logprob": "pagedkv.engine.outputs",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.outputs import Logprob as Logprob
     from pagedkv.engine.outputs import RequestOutput as RequestOutput
     from pagedkv.engine.params import SamplingParams as SamplingParams
+    from pagedkv.engine.structured import StructuredOutputsParams as StructuredOutputsParams
     from pagedkv.llm import LLM as LLM
     from pagedkv.models.errors import ModelError as ModelError
 

@@ -5,7 +5,7 @@ import sys
 
 import command_line
 
-HEAVY = ("tokenizers", "jinja2", "click", "tqdm", "concurrent.futures", "multiprocessing")
+HEAVY = ("tokenizers", "jinja2", "click", "tqdm", "concurrent.futures", "multiprocessing", "llguidance")
 
 
 def fresh(tmp_path, code):

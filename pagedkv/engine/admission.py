@@ -13,6 +13,7 @@ from .masks import MaskWorkers, OutputMask
 from .outputs import RequestOutput
 from .params import SamplingParams
 from .request import Branch, Request, stored_tokens
+from .structured import Grammars
 from .text import OutputText
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -34,6 +35,7 @@ class Admission:
         self.kv = kv
         self.max_model_len = max_model_len
         self.mask_workers = MaskWorkers()
+        self.grammars = Grammars(model)
         self._arrivals = itertools.count()
 
     def request(
@@ -60,7 +62,9 @@ class Admission:
             raise refuse("cache_salt", salt, "a text")
         capacity = self.refuse_unfit(len(ids), params.max_tokens)
         stop_ids = frozenset(params.stop_token_ids or ()) | (
-            frozenset() if params.ignore_eos else frozenset(self.model.config.stop_token_ids)
+            frozenset()
+            if params.ignore_eos and params.structured_outputs is None
+            else frozenset(self.model.config.stop_token_ids)
         )
         request = Request(
             "",
@@ -78,10 +82,16 @@ class Admission:
             deadline=None if timeout is None else arrival_time + timeout,
         )
         request.branches = self._branches(request)
-        if params.logits_mask is not None:
-            for branch in request.branches:
-                branch.mask = OutputMask(self.mask_workers, [params.logits_mask], self.model.forward.vocab_size)
+        self._add_masks(request)
         return request
+
+    def _add_masks(self, request: Request) -> None:
+        hook, structured = request.params.logits_mask, request.params.structured_outputs
+        hooks = [] if hook is None else [hook]
+        grammars: list[Any] = [] if structured is None else self.grammars.masks(structured, len(request.branches))
+        for branch in request.branches if hooks or grammars else ():
+            sources = [*hooks, *grammars[branch.index : branch.index + 1]]
+            branch.mask = OutputMask(self.mask_workers, sources, self.model.forward.vocab_size)
 
     def _branches(self, request: Request) -> list[Branch]:
         params = request.params
@@ -109,7 +119,14 @@ class Admission:
                     typical_p=params.typical_p,
                     allowed_token_ids=params.allowed_token_ids,
                 ),
-                OutputText(StreamDecoder(self.model.tokenizer, params.skip_special_tokens), params.stop or ()),
+                OutputText(
+                    StreamDecoder(
+                        self.model.tokenizer,
+                        params.skip_special_tokens,
+                        strip_first_space=params.structured_outputs is None,
+                    ),
+                    params.stop or (),
+                ),
             )
             for index in range(params.n)
         ]

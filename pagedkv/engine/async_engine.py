@@ -139,7 +139,8 @@ class AsyncEngine:
             options = {"priority": priority, "timeout": timeout, "final_only": final_only, "sink": channel.post}
             return self.engine.prepare(prompt, sampling_params, **options)
 
-        request = await asyncio.to_thread(prepare) if _is_long(prompt) else prepare()
+        slow = _is_long(prompt) or getattr(sampling_params, "structured_outputs", None) is not None
+        request = await asyncio.to_thread(prepare) if slow else prepare()
         stream = RequestStream(self, channel)
         stream.request_id = self._thread.submit(channel, request, request_id)
         return stream

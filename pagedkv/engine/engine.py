@@ -287,25 +287,44 @@ class LLMEngine:
     def _run_step(self) -> None:
         self.metrics.begin()
         self._settle()
-        if not self._requests:
-            return
-        chunks = self.scheduler.schedule()
-        self.intake.scheduled()
-        if not chunks:
-            raise PoolExhausted(
-                f"{self.kv.n_in_use} of {self.kv.n_pages} pages are held outside the engine; no request can advance"
-            )
+        chunks: list[Chunk] = []
         begun: set[Request] = set()
         try:
-            self._compute(chunks, begun)
+            self._draw_late(begun)
+            if not self._requests:
+                return
+            chunks = self.scheduler.schedule()
+            self.intake.scheduled()
+            if chunks:
+                self._compute(chunks, begun)
+            elif not self.drawing.wait_late():
+                raise PoolExhausted(
+                    f"{self.kv.n_in_use} of {self.kv.n_pages} pages are held outside the engine; no request can advance"
+                )
         except BaseException:
-            self.scheduler.rollback([chunk for chunk in chunks if chunk.branch.request not in begun])
+            undone = [chunk for chunk in chunks if chunk.branch.request not in begun]
+            self.scheduler.rollback(undone)
+            for chunk in undone:
+                for branch in chunk.drawn:
+                    self.drawing.forget(branch)
             for request in begun:  # an interrupt amid the bookkeeping of one request costs that request only
                 if request.request_id in self._requests:
                     for branch in request.branches:
                         self._finish(branch, "error", "interrupted")
                     self._emit(request)
             raise
+
+    def _draw_late(self, begun: set[Request]) -> None:
+        """Take in the tokens that earlier steps could not wait for."""
+        for branch in self.drawing.draw_late():
+            request = branch.request
+            begun.add(request)
+            self.drawing.accept(branch)
+            self.metrics.tokens(branch, branch.state.ok)
+            if branch.finish_reason is not None:
+                self.scheduler.remove(branch)
+            self._emit(request)
+            begun.discard(request)
 
     def _compute(self, chunks: list[Chunk], begun: set[Request]) -> None:
         """Forward, sample and hand out. `begun` holds a request while its state changes."""
@@ -323,7 +342,7 @@ class LLMEngine:
                 scored.setdefault(request, []).append((position, len(wanted)))
                 wanted.append(base + position)
             if chunk.completes:
-                for each in [branch] if request.forked else request.branches:
+                for each in chunk.drawn:
                     drawn.setdefault(request, []).append((each, chunk, len(wanted)))
                 wanted.extend(range(len(token_ids) - 1, len(token_ids) + len(chunk.drafts)))
                 token_ids += chunk.drafts

@@ -7,7 +7,9 @@ import numpy as np
 
 from . import forks
 from .checks import shown
+from .outputs import FinishReason
 from .params import LogitsMask
+from .structured import GrammarMask
 
 N_THREADS = 4
 
@@ -54,7 +56,7 @@ class MaskWorkers:
 class OutputMask:
     """What the next token of one output may be: everything that all of `sources` allow.
 
-    prepare() starts the work, wait() returns the mask. A source that fails bans every token, which ends its output
+    prepare() starts the work, result() returns the mask. A source that fails bans every token, which ends its output
     alone, and leaves what went wrong in `error`.
     """
 
@@ -69,7 +71,27 @@ class OutputMask:
         """Start working out what may follow `token_ids`, the output so far."""
         self._future = self._workers.submit(self._work, token_ids)
 
-    def wait(self) -> np.ndarray | None:
+    def end(self, token_ids: list[int]) -> tuple[FinishReason, str | None] | None:
+        """Why the output ends with `token_ids`, as Branch.finish() takes it: nothing can follow them, or a source
+        failed. None if it may go on."""
+        try:
+            if any(source.complete(token_ids) for source in self._sources if isinstance(source, GrammarMask)):
+                return "stop", None
+        except Exception as failure:
+            return "error", f"{type(failure).__name__}: {failure}"
+        return None
+
+    def ready(self, timeout: float = 0.0) -> bool:
+        """Whether result() need not wait, after at most `timeout` seconds."""
+        if self._future.done():
+            return True
+        if timeout > 0:
+            from concurrent.futures import wait
+
+            wait([self._future], timeout)
+        return self._future.done()
+
+    def result(self) -> np.ndarray | None:
         """The mask that prepare() asked for, as SamplingState.set_mask() takes it. Blocks without the GIL."""
         failure = self._future.exception()
         if failure is None:

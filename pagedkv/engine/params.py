@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .checks import INT32_MAX, check_bool, check_int, check_real, refuse
+from .structured import StructuredOutputsParams
 
 MAX_N = 1024
 MAX_LOGPROBS = 1024
@@ -51,6 +52,7 @@ class SamplingParams:
     logit_bias: token id -> [-100, 100].
     allowed_token_ids: nothing but these ids, at least one, is ever drawn; None: no limit.
     logits_mask: an object whose allowed(token_ids) says what may follow the output's tokens so far, see docs/engine.md.
+    structured_outputs: the form the output must have, as a StructuredOutputsParams. ignore_eos does not hold for it.
     skip_special_tokens: leave special tokens out of the text.
 
     Raises ValueError naming the field, the value and the range; wrong types and NaN included.
@@ -77,6 +79,7 @@ class SamplingParams:
     typical_p: float = 1.0
     allowed_token_ids: Sequence[int] | None = None
     logits_mask: LogitsMask | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         put = self._put
@@ -107,6 +110,8 @@ class SamplingParams:
             raise refuse("allowed_token_ids", [], f"at least one token id in [0, {INT32_MAX}]")
         if self.logits_mask is not None and not callable(getattr(self.logits_mask, "allowed", None)):
             raise refuse("logits_mask", self.logits_mask, "an object with a method allowed(token_ids)")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise refuse("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
 
     def _put(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)

@@ -46,6 +46,11 @@ class Chunk:
         """Whether the chunk ends with the branch's last token, so that its logits give the next one."""
         return self.start + self.n_tokens == len(self.branch.tokens)
 
+    @property
+    def drawn(self) -> list[Branch]:
+        """The branches whose next token the chunk's last row gives, if it completes."""
+        return [self.branch] if self.branch.request.forked else self.branch.request.branches
+
 
 def _key(branch: Branch) -> tuple[int, int, int]:
     return branch.key

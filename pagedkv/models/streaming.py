@@ -8,12 +8,15 @@ if TYPE_CHECKING:
 
 
 class StreamDecoder:
-    """Turns token ids, one at a time, into pieces of text. The pieces joined equal `Tokenizer.decode` of all ids."""
+    """Turns token ids, one at a time, into pieces of text. The pieces joined equal `Tokenizer.decode` of all ids.
 
-    def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool = True):
+    strip_first_space: as decode() does, take off the space that some tokenizers begin a text with.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", skip_special_tokens: bool = True, strip_first_space: bool = True):
         self._token_bytes = tokenizer.token_bytes
         self._skip = skip_special_tokens
-        self._strip = self._strips = tokenizer.strips_first_space
+        self._strip = self._strips = strip_first_space and tokenizer.strips_first_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:

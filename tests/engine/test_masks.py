@@ -170,3 +170,130 @@ def test_a_child_process_works_its_masks_out_itself():
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     engine.close()
+
+
+# Masks that come late
+
+
+class Slow:
+    """Answers only once it is let go on, for outputs of at least `n` tokens."""
+
+    def __init__(self, n=0, answer=None):
+        self.go = threading.Event()
+        self.n = n
+        self.answer = answer
+
+    def allowed(self, token_ids):
+        if len(token_ids) >= self.n:
+            assert self.go.wait(60)
+        return None if self.answer is None else self.answer(token_ids)
+
+
+def steps_until(engine, done, condition, most=300):
+    for _ in range(most):
+        done.update((output.request_id, output) for output in engine.step() if output.finished)
+        if condition():
+            return
+    raise AssertionError("it never happened")
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_slow_mask_holds_up_its_own_request_alone(after, n):
+    engine = make_engine(max_num_seqs=8)
+    slow = Slow(after, lambda ids: words(range(len(ids) % 3, VOCAB, 3)))
+    params = [
+        SamplingParams(
+            seed=i, n=n if i == 1 else 1, max_tokens=12, ignore_eos=True, logits_mask=slow if i == 1 else None
+        )
+        for i in range(4)
+    ]
+    names = [engine.add_request([5, 6, 7 + i], params[i], request_id=str(i)) for i in range(4)]
+    done = {}
+    steps_until(engine, done, lambda: len(done) == 3)
+    assert set(done) == {"0", "2", "3"}
+    slow.go.set()
+    steps_until(engine, done, lambda: not engine.has_unfinished())
+    for i, name in enumerate(names):
+        for output in done[name].outputs:
+            expected = expected_output(engine.model, [5, 6, 7 + i], params[i], output.index, 64)
+            assert (output.token_ids, output.text) == (expected.token_ids, expected.text)
+            assert output.finish_reason == "length" and output.cumulative_logprob == sum(expected.logprobs)
+    assert engine.stats()["pages_in_use"] == 0 and engine.kv.check() == []
+
+
+def test_late_and_preempted_and_computed_again():
+    """While its mask is worked out, a branch loses its pages, waits, and is computed anew, to the same token."""
+    engine = make_engine(n_pages=5)
+    slow = Slow(2)
+    low = SamplingParams(seed=1, max_tokens=8, ignore_eos=True, logits_mask=slow)
+    high = SamplingParams(seed=2, max_tokens=11, ignore_eos=True)
+    engine.add_request([5, 6, 7], low, request_id="low", priority=1)
+    done = {}
+    steps_until(engine, done, lambda: engine.drawing._late)
+    engine.add_request([8, 9, 10, 11], high, request_id="high")
+    steps_until(engine, done, lambda: "high" in done)
+    assert engine.stats()["preemptions"] > 0
+    for _ in range(3):
+        engine.step()
+    slow.go.set()
+    steps_until(engine, done, lambda: not engine.has_unfinished())
+    for name, prompt, params in (("low", [5, 6, 7], low), ("high", [8, 9, 10, 11], high)):
+        assert done[name].outputs[0].token_ids == expected_output(engine.model, prompt, params, 0, 64).token_ids
+
+
+@pytest.mark.parametrize("how", ["abort", "timeout", "close"])
+def test_a_late_request_can_be_ended(how):
+    engine, slow = make_engine(), Slow(1)
+    engine.add_request(
+        [5, 6], SamplingParams(logits_mask=slow), request_id="x", timeout=1e9 if how != "timeout" else 0.5
+    )
+    done = {}
+    steps_until(engine, done, lambda: engine.drawing._late)
+    if how == "close":
+        engine.close()
+    else:
+        if how == "abort":
+            assert engine.abort("x")
+        steps_until(engine, done, lambda: not engine.has_unfinished())
+        assert done["x"].outputs[0].finish_reason == "abort" and len(done["x"].outputs[0].token_ids) == 1
+    assert engine.stats()["pages_in_use"] == 0
+    slow.go.set()
+
+
+def test_an_interrupt_forgets_the_rows_of_its_step():
+    """The step's forward was undone, so what was kept of it is computed again."""
+    engine, slow = make_engine(), Slow()
+    params = SamplingParams(seed=3, n=3, max_tokens=6, ignore_eos=True, logits_mask=slow)
+    engine.add_request([5, 6, 7], params, request_id="x")
+    accept, calls = engine.drawing.draw, []
+
+    def interrupted(*arguments):
+        accept(*arguments)
+        if not calls:
+            calls.append(1)
+            raise KeyboardInterrupt
+
+    engine.drawing.draw = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.drawing._late
+    slow.go.set()
+    done = {}
+    steps_until(engine, done, lambda: not engine.has_unfinished())
+    for output in done["x"].outputs:
+        assert output.token_ids == expected_output(engine.model, [5, 6, 7], params, output.index, 64).token_ids
+
+
+def test_a_guess_is_not_waited_for():
+    """Guessed tokens of an output with a slow mask: its tokens are those without guesses."""
+    config = {"method": "ngram", "num_speculative_tokens": 6}
+    engine = make_engine(speculative_config=config)
+    slow = Slow(3, lambda ids: words([10 + len(ids) % 2]))
+    params = SamplingParams(seed=1, max_tokens=16, ignore_eos=True, logits_mask=slow)
+    engine.add_request([10, 11] * 5, params, request_id="x")
+    done = {}
+    steps_until(engine, done, lambda: engine.drawing._late)
+    slow.go.set()
+    steps_until(engine, done, lambda: not engine.has_unfinished())
+    assert done["x"].outputs[0].token_ids == [10, 11] * 8

@@ -9,6 +9,7 @@ import pytest
 
 from pagedkv.engine.checks import parse_bytes, shown
 from pagedkv.engine.params import SamplingParams
+from pagedkv.engine.structured import StructuredOutputsParams
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
 INT32 = 2**31 - 1
@@ -41,6 +42,7 @@ ACCEPTED = [
     ("typical_p", [1e-9, 0.5, 1, 1.0]),
     ("allowed_token_ids", [None, [0], [0, INT32], {3}, np.array([1, 2]), range(5)]),
     ("logits_mask", [None, Everything()]),
+    ("structured_outputs", [None, StructuredOutputsParams(regex="a")]),
 ]
 NOT_A_NUMBER = [NAN, INF, -INF, HUGE, -HUGE, True, "1", b"1", [], 1j]
 REFUSED = [
@@ -65,6 +67,7 @@ REFUSED = [
     ("typical_p", [0, -0.1, 1.0001, None, *NOT_A_NUMBER]),
     ("allowed_token_ids", [[], [-1], [INT32 + 1], [1.0], [True], ["a"], "12", 5, {1: 2}, NAN]),
     ("logits_mask", [0, [1], "x", len, SimpleNamespace(allowed=3)]),
+    ("structured_outputs", [0, {"regex": "a"}, "a", StructuredOutputsParams]),
 ]
 
 
