@@ -75,7 +75,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def debug_arena(request: Request) -> Response:
-    """The page pool between two steps; see docs/engine.md."""
+    """The page pool between two steps; see docs/server.md."""
     service: Service = request.app.state.service
     found = await service.engine.run(arena_map, service.llm.engine)
     headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
