@@ -238,7 +238,6 @@ def fake_model(vocab_size=61, context_length=64, stop_token_ids=(0,), sharpness=
             head_dim=16,
             ropes=(),
             vocab_size=vocab_size,
-            ropes=(),
         ),
         tokenizer=FakeTokenizer(vocab_size),
         forward=FakeForward(vocab_size, sharpness),
