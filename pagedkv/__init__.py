@@ -1,11 +1,9 @@
 """Language models on CPUs from a paged KV cache. Public names load on first use, so importing the package is cheap."""
 
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without the import
 
 # name -> module that defines it
-EXPORTS = {
+_EXPORTS = {
     "LLM": "pagedkv.llm",
     "LLMEngine": "pagedkv.engine.engine",
     "AsyncEngine": "pagedkv.engine.async_engine",
@@ -31,7 +29,7 @@ EXPORTS = {
     "ModelError": "pagedkv.models.errors",
 }
 
-__all__ = [*EXPORTS, "get_include"]
+__all__ = [*_EXPORTS, "get_include"]
 
 if TYPE_CHECKING:
     from pagedkv.core.arena import Arena as Arena
@@ -61,17 +59,21 @@ if TYPE_CHECKING:
 
 def get_include() -> str:
     """Directory to put on a C compiler's include path for `#include <pagedkv/pagedkv.h>`."""
-    return str(Path(__file__).parent / "include")
+    return __path__[0] + "/include"
 
 
-def __getattr__(name: str) -> Any:
-    module = EXPORTS.get(name)
+def __getattr__(name: str) -> object:
+    module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module 'pagedkv' has no attribute '{name}'")
+    from importlib import import_module
+
     value = getattr(import_module(module), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *EXPORTS])
+    """The public names, each once, and the parts imported so far."""
+    hidden = ("_EXPORTS", "TYPE_CHECKING")
+    return sorted({*__all__, *globals()}.difference(hidden))

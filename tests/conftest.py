@@ -6,6 +6,8 @@ from functools import partial
 import command_line
 import pytest
 
+import pagedkv.core  # noqa: F401  one error here, not one a file, where nothing is built
+
 # Children import the package these tests import, not one that happens to lie in their working directory.
 os.environ.update(PYTHONPATH=str(command_line.PACKAGES), PYTHONSAFEPATH="1")
 

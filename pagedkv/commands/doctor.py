@@ -15,6 +15,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPU_INFO = Path("/proc/cpuinfo")
 DEPENDENCIES = ("numpy", "tokenizers", "jinja2", "click", "tqdm")
 PROBE_BYTES = 1 << 28
+NOT_LOADED = "unknown without the compiled part, see instruction sets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,10 @@ def _instruction_sets() -> Finding:
     try:
         from pagedkv.core._kernels import isa, isa_names
     except ImportError as error:
-        fix = "unset it, or set it to one of these" if "PAGEDKV_ISA" in str(error) else "install pagedkv again"
-        return Finding("instruction sets", "none usable", f"{error}; {fix}")
+        fix = "; unset it, or set it to one of these" if "PAGEDKV_ISA" in str(error) else ""
+        if error.name:  # Python's own error, which names a module and no remedy
+            fix = "; install pagedkv again"
+        return Finding("instruction sets", "none usable", f"{error}{fix}")
     names, chosen = isa_names(), isa()
     forced = " by PAGEDKV_ISA" if os.environ.get("PAGEDKV_ISA") else ""
     problem = ""
@@ -94,10 +97,12 @@ def _instruction_sets() -> Finding:
 
 
 def _threads() -> Finding:
-    from pagedkv.core.cpus import available_processors, cgroup_quota, default_threads
-
     try:
+        from pagedkv.core.cpus import available_processors, cgroup_quota, default_threads
+
         used = default_threads()
+    except ImportError:
+        return Finding("threads", NOT_LOADED)
     except ValueError as error:
         return Finding("threads", "none", f"{error}; unset it or correct it")
     return threads_finding(available_processors(), os.cpu_count() or 1, cgroup_quota(), used)
@@ -146,7 +151,9 @@ def _bandwidth() -> Finding:
 
         pool = ThreadPool()
         speed = read_bandwidth(pool, PROBE_BYTES)
-    except (ImportError, ValueError, MemoryError) as error:
+    except ImportError:
+        return Finding("read bandwidth", NOT_LOADED)
+    except (ValueError, MemoryError) as error:
         return Finding("read bandwidth", "not measured", f"{error}")
     bound = "decoding one sequence cannot read a model's weights faster"
     return Finding("read bandwidth", f"{speed / 1e9:.1f} GB/s with {pool.n_threads} threads: {bound}")
