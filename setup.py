@@ -27,6 +27,8 @@ ARM_ISA_FLAGS = {
     "k_neon.c": ["-march=armv8.2-a+fp16+dotprod"],
 }
 COMMON_SOURCES = ["cpu.c", "dispatch.c", "threads.c", "k_scalar.c"]
+# Cython's output whose functions take a few nanoseconds: there a call inside costs as much as the work.
+HOT_SOURCES = ["arena.c", "pages.c", "prefix.c", "sequence.c"]
 # Contraction would fuse a*b+c behind the specification's back; -fno-math-errno lets sqrtf be one instruction.
 STRICT_FLAGS = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
@@ -62,7 +64,7 @@ class BuildExt(build_ext):
             if Path(src).parent.name == "csrc":
                 extra += ["-Wall", "-Wextra"] if debug else ["-Wall", "-Wextra", "-O3"]
             else:
-                extra += ["-Wno-unused-function", "-Wno-cpp"]
+                extra += ["-Wno-unused-function", "-Wno-cpp", *(["-O3"] if name in HOT_SOURCES and not debug else [])]
             compile_one(obj, src, ext, cc_args, extra, pp_opts)
 
         compiler._compile = compile_with_isa_flags

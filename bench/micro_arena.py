@@ -4,7 +4,8 @@
 
 `from C` rows run a C loop over the C functions; `from Python` rows run a Python loop over the methods and include the
 loop. The peer is bench/block_pool.py: the algorithm of vLLM's BlockPool in pure Python, which is what an engine written
-in Python pays. Its bias: the peer is timed without the rest of its engine, and neither takes locks nor checks itself.
+in Python pays. One call of ours is compared with one call of the peer: single blocks with single pages, lists of 250
+and 1,000 with sequences of as many. Their bias: the peer is timed without the rest of its engine and takes no lock.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def rows(samples, n_operations):
     prefix.append_pages(1000)
     quarter = arena.sequence(max_pages=512)
     peer = BlockPool(4096)
-    peer_prefix = peer.take(1000)
+    peer_prefix = peer.get_new_blocks(1000)
 
     def append_truncate(n):
         append, truncate = seq.append_page, seq.truncate_pages
@@ -52,19 +53,25 @@ def rows(samples, n_operations):
             quarter.snapshot()
 
     def peer_take_free(n):
-        take, free = peer.take, peer.free
+        take, free = peer.get_new_blocks, peer.free_blocks
         for _ in range(n):
-            free(take(1))
+            free(reversed(take(1)))
 
     def peer_take_free_250(n):
-        take, free = peer.take, peer.free
+        take, free = peer.get_new_blocks, peer.free_blocks
         for _ in range(n):
-            free(take(250))
+            free(reversed(take(250)))
+
+    def append_free_250(n):
+        append, free = quarter.append_pages, quarter.free
+        for _ in range(n):
+            append(250)
+            free()
 
     def peer_share_free(n):
         for _ in range(n):
-            peer.share(peer_prefix)
-            peer.free(peer_prefix)
+            peer.touch(peer_prefix)
+            peer.free_blocks(reversed(peer_prefix))
 
     n = 200_000
     yield "allocate + free a page, from C", "ns", [_testing.time_append_truncate(seq, n) / n * 1e9 for _ in repeat], 40
@@ -73,6 +80,8 @@ def rows(samples, n_operations):
     n = 2000
     batch = [_testing.time_append_free(quarter, 250, n) / n * 1e6 for _ in repeat]
     yield "allocate + free 250 pages, from C", "us", batch, None
+    batch = [timed(append_free_250, n) / n * 1e6 for _ in repeat]
+    yield "allocate + free 250 pages, from Python", "us", batch, None
     yield "allocate + free 250 blocks, peer", "us", [timed(peer_take_free_250, 200) / 200 * 1e6 for _ in repeat], None
     shared = [_testing.time_share_release(prefix, other, n) / n * 1e6 for _ in repeat]
     yield "share + release 1,000 pages, from C", "us", shared, 5
@@ -107,6 +116,7 @@ def main():
         ("allocate + free a page, from C", "allocate + free a block, peer"),
         ("allocate + free a page, from Python", "allocate + free a block, peer"),
         ("allocate + free 250 pages, from C", "allocate + free 250 blocks, peer"),
+        ("allocate + free 250 pages, from Python", "allocate + free 250 blocks, peer"),
         ("share + release 1,000 pages, from C", "share + release 1,000 blocks, peer"),
     ):
         found.append({"ratio": f"{peers} / {ours}", "value": round(medians[peers] / medians[ours], 2)})

@@ -31,11 +31,19 @@ cdef extern from *:
     __attribute__((no_sanitize("address"))) static inline uint64_t pkv_load(const uint8_t *p) {
         return ((const pkv_unaligned *)p)->word;
     }
+    /* Out of line, so that those who find the lock free need no stack frame for it. */
+    __attribute__((noinline, cold)) static void pkv_wait(int32_t *lock) {
+        int spins = 0;
+        do {
+            while (__atomic_load_n(lock, __ATOMIC_RELAXED))
+                if (++spins & 63) pkv_pause(); else sched_yield();
+        } while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE));
+    }
     static inline void pkv_store(uint8_t *p, uint64_t word) { ((pkv_unaligned *)p)->word = word; }
     """
     uint64_t pkv_load(const uint8_t *p) noexcept nogil
     void pkv_store(uint8_t *p, uint64_t word) noexcept nogil
-    void pkv_pause() noexcept nogil
+    void pkv_wait(int32_t *lock) noexcept nogil  # until it is free and taken
     void pkv_hide(void *p, size_t n) noexcept nogil  # AddressSanitizer reports a touch of these bytes, as after free()
     void pkv_show(void *p, size_t n) noexcept nogil
     void sched_yield() noexcept nogil
@@ -46,20 +54,15 @@ cdef extern from *:
     const int ACQUIRE "__ATOMIC_ACQUIRE"
     const int RELEASE "__ATOMIC_RELEASE"
     const int RELAXED "__ATOMIC_RELAXED"
+    bint unlikely(bint) noexcept nogil
 
 
 # The lock is held for list and counter updates only, never while a page is copied, so waiting is short: spin, then give
 # the processor to the holder. The holder never needs the GIL.
 
 cdef inline void lock(pkv_arena *a) noexcept nogil:
-    cdef int spins = 0
-    while atomic_exchange(&a.lock, 1, ACQUIRE):
-        while atomic_load(&a.lock, RELAXED):
-            spins += 1
-            if spins & 63:
-                pkv_pause()
-            else:
-                sched_yield()
+    if unlikely(atomic_exchange(&a.lock, 1, ACQUIRE)):
+        pkv_wait(&a.lock)
 
 
 cdef inline void unlock(pkv_arena *a) noexcept nogil:
@@ -85,18 +88,17 @@ cdef inline bint canaries_hold(const pkv_arena *a) noexcept nogil:
 
 cdef inline int64_t enter(pkv_arena *a) noexcept nogil:
     """Level 1 check, then the lock: 0 with the lock held, or -TAMPER without it."""
-    if a == NULL:
+    if unlikely(a == NULL):
         return -PKV_TAMPER
-    if not canaries_hold(a):
+    if unlikely(not canaries_hold(a)):
         atomic_store_u32(&a.fault, PKV_FAULT_CANARY, RELAXED)
         return -PKV_TAMPER
     lock(a)
-    if a.fault == PKV_FAULT_NONE:
-        if counts_hold(a):
-            return 0
+    if unlikely(a.fault != PKV_FAULT_NONE or not counts_hold(a)):
         poison(a, PKV_FAULT_COUNTS, -1)
-    unlock(a)
-    return -PKV_TAMPER
+        unlock(a)
+        return -PKV_TAMPER
+    return 0
 
 
 cdef inline bint seq_canaries_hold(const pkv_seq *s) noexcept nogil:
@@ -105,15 +107,15 @@ cdef inline bint seq_canaries_hold(const pkv_seq *s) noexcept nogil:
 
 cdef inline int64_t enter_seq(pkv_seq *s) noexcept nogil:
     """The same for a sequence: its arena's lock is held when 0 is returned."""
-    if not seq_canaries_hold(s):
+    if unlikely(not seq_canaries_hold(s)):
         return -PKV_TAMPER
-    if enter(s.arena):
+    if unlikely(enter(s.arena)):
         return -PKV_TAMPER
-    if 0 <= s.n_pages_used <= s.max_pages:
-        return 0
-    poison(s.arena, PKV_FAULT_SEQUENCE, -1)
-    unlock(s.arena)
-    return -PKV_TAMPER
+    if unlikely(not 0 <= s.n_pages_used <= s.max_pages):
+        poison(s.arena, PKV_FAULT_SEQUENCE, -1)
+        unlock(s.arena)
+        return -PKV_TAMPER
+    return 0
 
 
 # Lists are circular and doubly linked through a fake page each, so insertion and removal need no special case.
@@ -185,6 +187,57 @@ cdef inline void write_guard(pkv_arena *a, uint32_t i) noexcept nogil:
 
 cdef inline bint guard_holds(const pkv_arena *a, uint32_t i) noexcept nogil:
     return not a.flags & PKV_ARENA_GUARD or pkv_load(page_at(a, i) + a.page_bytes) == PKV_PAGE_GUARD
+
+
+# One page taken and one given back are what most calls do: inline, with the checks of the general functions of pages.pyx.
+
+cdef inline int64_t take_first(pkv_arena *a) noexcept nogil:
+    """The first page of the free list, which is not empty, with refcount 1 now; or TAMPER with nothing changed."""
+    cdef uint32_t head = free_head(a)
+    cdef uint32_t i = decode(a, head, a.pages[head].next)
+    cdef uint32_t following
+    cdef pkv_page *page
+    if unlikely(i >= a.n_pages):
+        return poison(a, PKV_FAULT_LINK, -1)
+    page = a.pages + i
+    following = decode(a, i, page.next)
+    if unlikely(page.state != PKV_PAGE_FREE or page.refcount or decode(a, i, page.prev) != head or following > head
+                or decode(a, following, a.pages[following].prev) != i):
+        return poison(a, PKV_FAULT_LINK, i)
+    a.pages[head].next = encode(a, head, following)
+    a.pages[following].prev = encode(a, following, head)
+    link_to_itself(a, i)
+    page.state = PKV_PAGE_IN_USE
+    page.refcount = 1
+    pkv_show(page_at(a, i), a.page_bytes + (8 if a.flags & PKV_ARENA_GUARD else 0))
+    write_guard(a, i)
+    a.n_free -= 1
+    a.n_in_use += 1
+    a.num_allocated += 1
+    return i
+
+
+cdef inline int64_t free_only(pkv_arena *a, uint32_t i) noexcept nogil:
+    """Page i goes to the front of the free list when one holder is left and the prefix index does not know it: 1. Else
+    0 and nothing changed, or TAMPER.
+    """
+    cdef uint32_t head = free_head(a)
+    cdef uint32_t after = decode(a, head, a.pages[head].next)
+    cdef pkv_page *page = a.pages + i
+    if unlikely(after > head or decode(a, after, a.pages[after].prev) != head):
+        return poison(a, PKV_FAULT_LINK, -1)
+    if i >= a.n_pages or page.refcount != 1 or page.state != PKV_PAGE_IN_USE or page.indexed or not guard_holds(a, i):
+        return 0
+    page.refcount = 0
+    page.state = PKV_PAGE_FREE
+    page.prev = encode(a, i, head)
+    page.next = encode(a, i, after)
+    a.pages[head].next = encode(a, head, i)
+    a.pages[after].prev = encode(a, after, i)
+    a.n_free += 1
+    a.n_in_use -= 1
+    pkv_hide(page_at(a, i), a.page_stride)
+    return 1
 
 
 cdef inline bint holdable(const pkv_arena *a, uint32_t i) noexcept nogil:

@@ -158,11 +158,15 @@ cdef int64_t pkv_held_drop_last(pkv_arena *a, const uint32_t *table, int64_t use
     while used > kept:
         used -= 1
         i = table[used]
-        if i >= n_pages:
+        if unlikely(i >= n_pages):
             return poison(a, PKV_FAULT_PAGE, i)
         page = pages + i
         if page.refcount > 1:
             page.refcount -= 1
+            # Pages with other holders come in runs: a loop without what the others need.
+            while used > kept and table[used - 1] < n_pages and pages[table[used - 1]].refcount > 1:
+                used -= 1
+                pages[table[used]].refcount -= 1
         elif page.refcount and page.state == PKV_PAGE_IN_USE and not page.indexed and guard_holds(a, i):
             page.refcount = 0
             page.state = PKV_PAGE_FREE

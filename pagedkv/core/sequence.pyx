@@ -145,7 +145,13 @@ cdef int64_t pkv_seq_append_page(pkv_seq *s) noexcept nogil:
     """
     cdef int64_t result = enter_seq(s)
     if result == 0:
-        result = append(s, 1)
+        if s.arena.n_free and s.n_pages_used < s.max_pages:
+            result = take_first(s.arena)
+            if result >= 0:
+                s.page_indices[s.n_pages_used] = <uint32_t>result
+                s.n_pages_used += 1
+        else:
+            result = append(s, 1)
         unlock(s.arena)
     return result
 
@@ -189,12 +195,12 @@ cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) n
     n_pages = <uint32_t>s.arena.n_pages
     while k < n:
         i = pages[k]
-        if i >= n_pages:
+        if unlikely(i >= n_pages):
             result = -PKV_BAD_INPUT
             break
         refcount = meta[i].refcount
         # 0 wraps around, so one comparison refuses a page nobody holds and one that cannot be counted any higher.
-        if refcount - <uint32_t>1 >= <uint32_t>0xFFFFFFFE:
+        if unlikely(refcount - <uint32_t>1 >= <uint32_t>0xFFFFFFFE):
             result = -PKV_BAD_INPUT if refcount else -PKV_NOT_FOUND
             break
         meta[i].refcount = refcount + 1
@@ -351,8 +357,11 @@ cdef int64_t pkv_seq_truncate_pages(pkv_seq *s, int64_t n) noexcept nogil:
     if not 0 <= n <= s.n_pages_used:
         result = -PKV_BAD_INPUT
     else:
-        result = pkv_held_drop_last(s.arena, s.page_indices, s.n_pages_used, n)
-        if result == n:
+        if n == s.n_pages_used - 1:
+            result = free_only(s.arena, s.page_indices[n])
+        if result == 0:
+            result = pkv_held_drop_last(s.arena, s.page_indices, s.n_pages_used, n)
+        if result >= 0:
             s.n_pages_used = n
             result = 0
     unlock(s.arena)

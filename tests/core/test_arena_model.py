@@ -7,10 +7,10 @@ import os
 import random
 
 import pytest
-from arena_model import PAGE_TOKENS, Pair, run
+from arena_model import PAGE_TOKENS, Pair, random_step, run
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedkv.core._testing import layout, peek, poke
 from pagedkv.core.errors import Tampered
@@ -27,11 +27,23 @@ def test_seeded_steps(seed):
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """The same driver with steps chosen, and failures shrunk, by Hypothesis."""
+    """The same driver with steps chosen, and failures shrunk, by Hypothesis. An example begins with a burst of one
+    seed, where most steps are: half of the bursts suffice for STEPS.
+    """
+
+    n_steps = 0  # of all examples
 
     def __init__(self):
         super().__init__()
         self.pair = Pair()
+
+    @initialize(seed=st.integers(0, 2**32 - 1), n=st.sampled_from((20, STEPS // 15)))
+    def burst(self, seed, n):
+        rng = random.Random(seed)
+        for k in range(n):
+            random_step(self.pair, rng)
+            self.pair.compare(deep=k % 8 == 0)
+            ArenaMachine.n_steps += 1
 
     def pick(self, k):
         names = list(self.pair.seqs)
@@ -121,11 +133,22 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @invariant()
     def equal(self):
+        ArenaMachine.n_steps += 1
         self.pair.compare(deep=True)
         self.pair.compare_contents()
 
 
-TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+class TestArenaMachine(ArenaMachine.TestCase):
+    settings = settings(
+        max_examples=60,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    @classmethod
+    def tearDownClass(cls):
+        """What ran is what was asked for."""
+        print(f"{ArenaMachine.n_steps} steps")
+        assert ArenaMachine.n_steps >= STEPS
