@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 from pagedkv.core._kernels import ThreadPool
@@ -14,6 +15,7 @@ class PackedMatrix:
         n_rows: int,
         n_cols: int,
         row_order: Any = None,
+        release: Callable[[int, int], object] | None = None,
     ) -> PackedMatrix: ...
     @property
     def shape(self) -> tuple[int, int]: ...

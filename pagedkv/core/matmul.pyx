@@ -92,6 +92,9 @@ cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n
 
 # --- packing -----------------------------------------------------------------------------------------------------------
 
+cdef enum:
+    PIECE_BYTES = 1 << 24   # of a source between two calls of `release`
+
 cdef struct pack_job:
     uint8_t *data
     uint8_t *scales
@@ -100,6 +103,7 @@ cdef struct pack_job:
     const pkv_weight *w
     int64_t row_bytes
     int64_t counter
+    int64_t end         # of the panels of this piece
 
 
 cdef void pack_panel(const pack_job *job, int64_t panel) noexcept nogil:
@@ -151,11 +155,11 @@ cdef void pack_worker(void *arg, int thread, int n_threads) noexcept nogil:
     cdef pack_job *job = <pack_job *>arg
     cdef int64_t panel
     cdef int64_t stop = 0
-    cdef int64_t start = claim(&job.counter, job.w.n_panels, 4, &stop)
-    while start < job.w.n_panels:
+    cdef int64_t start = claim(&job.counter, job.end, 4, &stop)
+    while start < job.end:
         for panel in range(start, stop):
             pack_panel(job, panel)
-        start = claim(&job.counter, job.w.n_panels, 4, &stop)
+        start = claim(&job.counter, job.end, 4, &stop)
 
 
 # name: (index into the kernel table, columns of a block, bytes of a block in the file, its bytes of data and of scales per 16 rows)
@@ -190,16 +194,19 @@ cdef class PackedMatrix:
         pkv_unmap(self.memory, self.n_bytes)
 
     @staticmethod
-    def pack(ThreadPool pool not None, str type_name, source, int64_t n_rows, int64_t n_cols, row_order=None):
+    def pack(ThreadPool pool not None, str type_name, source, int64_t n_rows, int64_t n_cols, row_order=None,
+             release=None):
         """Pack the rows of `source`, a contiguous buffer in the file layout of `type_name` (WEIGHT_TYPES), by the pool's threads.
 
-        row_order: int64 buffer [n_rows]; row i of the result is row row_order[i] of the source. Raises ValueError for a type that
-        cannot be packed and for sizes that do not fit each other, MemoryError when the system refuses. Releases the GIL.
+        row_order: int64 buffer [n_rows]; row i of the result is row row_order[i] of the source. release: without row_order called
+        as release(start, stop) for each few MiB of the source's bytes that will not be read again, from its start to its end.
+        Raises ValueError for a type that cannot be packed and for sizes that do not fit each other, MemoryError when the system
+        refuses. Releases the GIL.
         """
         cdef PackedMatrix m
         cdef Py_buffer data, order
         cdef pack_job job
-        cdef int64_t i, status
+        cdef int64_t i, status, start
         if type_name not in TYPES:
             raise ValueError(f"weight type: {type_name} cannot be packed; supported: {', '.join(TYPES)}")
         kind, block, block_bytes, data_bytes, scale_bytes = TYPES[type_name]
@@ -238,11 +245,18 @@ cdef class PackedMatrix:
                 m.w.scales = job.scales if scale_bytes else NULL
                 job.source = <const uint8_t *>data.buf
                 job.w = &m.w
-                job.counter = 0
-                with nogil:
-                    status = pool_run(pool.ptr, &pack_worker, &job)
-                if status:
-                    raise MemoryError("the system refused a worker thread")
+                job.end = 0
+                while job.end < m.w.n_panels:
+                    start = job.counter = job.end
+                    job.end = m.w.n_panels
+                    if release is not None and row_order is None:
+                        job.end = min(job.end, start + max(PIECE_BYTES // (16 * job.row_bytes), <int64_t>1))
+                    with nogil:
+                        status = pool_run(pool.ptr, &pack_worker, &job)
+                    if status:
+                        raise MemoryError("the system refused a worker thread")
+                    if release is not None and row_order is None:
+                        release(16 * start * job.row_bytes, min(16 * job.end, n_rows) * job.row_bytes)
             finally:
                 if row_order is not None:
                     PyBuffer_Release(&order)

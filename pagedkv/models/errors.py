@@ -10,6 +10,10 @@ class ModelError(ValueError):
     """
 
     def __init__(self, message: str):
-        if len(message) > _MAX_CHARS:
-            message = f"{message[: _MAX_CHARS // 2]} ... {message[-_MAX_CHARS // 2 :]}"
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+        # cut before and after: escaping makes characters longer, and must not work through a whole file
+        message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in _cut(message))
+        super().__init__(_cut(message))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS // 2]} ... {text[-_MAX_CHARS // 2 + 5 :]}"

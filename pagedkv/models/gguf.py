@@ -63,6 +63,13 @@ class TensorInfo:
     n_bytes: int
 
 
+def drop_pages(mapping: mmap.mmap, start: int, stop: int) -> None:
+    """Give the pages that hold bytes [start, stop) of a file's mapping back to the system."""
+    start &= -mmap.PAGESIZE
+    if stop > start:
+        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+
 class StringArray(Sequence[str]):
     """An array of strings kept as the file's own bytes and decoded when asked for: never larger than in the file.
 
@@ -158,12 +165,10 @@ class GGUFFile:
         info = self.tensors[name]
         return self._view[info.offset : info.offset + info.n_bytes]
 
-    def drop(self, name: str) -> None:
-        """Give the tensor's resident pages back to the operating system; the next access reads them again."""
+    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Give pages of the tensor's bytes [start, stop) back to the system; the next access reads them again."""
         info = self.tensors[name]
-        if info.n_bytes:
-            start = info.offset & -mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, start, info.offset + info.n_bytes - start)
+        drop_pages(self._map, info.offset + start, info.offset + (info.n_bytes if stop is None else stop))
 
     def _map_file(self) -> mmap.mmap:
         try:

@@ -48,9 +48,9 @@ class GGUFParts:
         """As GGUFFile.data."""
         return self._part_of[name].data(name)
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
         """As GGUFFile.drop."""
-        self._part_of[name].drop(name)
+        self._part_of[name].drop(name, start, stop)
 
     @property
     def n_bytes(self) -> int:
@@ -83,6 +83,14 @@ def open_gguf(path: Path) -> GGUF:
         file.close()
         raise
     return file if n_parts <= 1 else GGUFParts(file, n_parts)
+
+
+def part_names(name: str) -> list[str] | None:
+    """Names of all parts of the split model of which a file of this name is one; None where the name is no part's."""
+    match = _NAME.fullmatch(name)
+    if match is None or not 1 <= int(match[3]) <= _MAX_PARTS:
+        return None
+    return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))]
 
 
 def _part_paths(first: Path, n_parts: int) -> list[Path]:

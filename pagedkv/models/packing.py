@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -30,8 +31,8 @@ class TensorSource(Protocol):
     def data(self, name: str) -> memoryview:
         """Bytes of one, not copied."""
 
-    def drop(self, name: str) -> None:
-        """Its pages will not be needed again."""
+    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """The pages of its bytes [start, stop) will not be needed again."""
 
 
 class Packer:
@@ -143,13 +144,18 @@ class Packer:
         packed, start = [], 0
         for n in rows or (n_rows,):
             part, kind = data[start * row_bytes : (start + n) * row_bytes], tensor.type_name
+            # one matrix can be most of a file: what of it is packed need not stay until all is
+            release: Callable[[int, int], None] | None = functools.partial(self._drop, name, start * row_bytes)
             if self.quantization and kind in FLOATS and n_cols % 32 == 0:
-                part, kind = to_q8_0(part, kind, n_cols), "Q8_0"
-            packed.append(PackedMatrix.pack(self.pool, kind, part, n, n_cols, order))
+                part, kind, release = to_q8_0(part, kind, n_cols), "Q8_0", None
+            packed.append(PackedMatrix.pack(self.pool, kind, part, n, n_cols, order, release))
             start += n
         self.source.drop(name)
         self.done()
         return packed
+
+    def _drop(self, name: str, offset: int, start: int, stop: int) -> None:
+        self.source.drop(name, offset + start, offset + stop)
 
     def norm(self, name: str) -> np.ndarray:
         """Weights of a norm, float32."""

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv.models.errors import ModelError
-from pagedkv.models.gguf import TensorInfo
+from pagedkv.models.gguf import TensorInfo, drop_pages
 
 _TYPES = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 1 << 26
 
 
@@ -69,11 +69,11 @@ class SafetensorsFiles:
         info = self.tensors[name]
         return memoryview(self._maps[self._file_of[name]])[info.offset : info.offset + info.n_bytes]
 
-    def drop(self, name: str) -> None:
-        """Give the tensor's resident pages back to the operating system; the next access reads them again."""
+    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """As GGUFFile.drop."""
         info = self.tensors[name]
-        start = info.offset & -mmap.PAGESIZE
-        self._maps[self._file_of[name]].madvise(mmap.MADV_DONTNEED, start, info.offset + info.n_bytes - start)
+        end = info.offset + (info.n_bytes if stop is None else stop)
+        drop_pages(self._maps[self._file_of[name]], info.offset + start, end)
 
     def _add(self, path: Path, rename: Callable[[str], str | None]) -> None:
         check_with_library(path)
@@ -113,15 +113,15 @@ def check_with_library(path: Path) -> None:
 
 def _shards(directory: Path) -> list[str]:
     """File names with the weights, in order."""
-    if not (directory / _INDEX).exists():
-        if not (directory / _SINGLE).exists():
-            raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX} is there")
-        return [_SINGLE]
-    table = read_json(directory / _INDEX).get("weight_map")
+    if not (directory / INDEX).exists():
+        if not (directory / SINGLE).exists():
+            raise ModelError(f"{directory}: neither {SINGLE} nor {INDEX} is there")
+        return [SINGLE]
+    table = read_json(directory / INDEX).get("weight_map")
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
-        raise ModelError(f"{directory / _INDEX}: weight_map is not a table of file names")
+        raise ModelError(f"{directory / INDEX}: weight_map is not a table of file names")
     names = sorted(set(table.values()))
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
-            raise ModelError(f"{directory / _INDEX}: {name!r} is not a file of the directory")
+            raise ModelError(f"{directory / INDEX}: {name!r} is not a file of the directory")
     return names

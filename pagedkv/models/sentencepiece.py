@@ -45,8 +45,9 @@ class SentencePiece(Vocabulary):
             texts[i] = texts[i].replace(" ", _SPACE)
         vocab = self.index(texts)
         unknown = self.read.integer("tokenizer.ggml.unknown_token_id", 0, len(texts) - 1, default=None)
-        if unknown is not None:
-            vocab.setdefault(texts[unknown], unknown)
+        # text without tokens must not become a control token, whatever the file calls unknown
+        if unknown is not None and self.types[unknown] == CONTROL:
+            unknown = None
         return models.BPE(
             vocab=vocab,
             merges=self._merges(texts, vocab),

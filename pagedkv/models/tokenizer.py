@@ -74,24 +74,11 @@ class Tokenizer:
         return self
 
     def _build(self, vocabulary: Vocabulary) -> None:
-        from tokenizers import Tokenizer, normalizers
-
         self._vocabulary = vocabulary
         self.vocab_size = len(vocabulary.tokens)
         special = (vocabulary.types == CONTROL) | (vocabulary.types == UNKNOWN)
         self.special_ids = frozenset(np.flatnonzero(special).tolist())
-        try:
-            self._text = Tokenizer(vocabulary.model())
-        except ModelError:
-            raise
-        except Exception as error:
-            # the library raises plain Exception for what it refuses
-            raise ModelError(f"tokenizer.ggml.tokens: no vocabulary for the tokenizers library: {error}") from None
-        if vocabulary.pre_tokenizer is not None:
-            self._text.pre_tokenizer = vocabulary.pre_tokenizer
-        if steps := vocabulary.normalizers():
-            self._text.normalizer = normalizers.Sequence(steps)
-        self._text.add_tokens(vocabulary.added_tokens())
+        self._encode_text = vocabulary.encoder()
 
         control = np.flatnonzero(vocabulary.types == CONTROL).tolist()
         self._control = {text: i for i in reversed(control) if len(text := vocabulary.tokens[i]) > 1}
@@ -113,7 +100,7 @@ class Tokenizer:
             raise TypeError(f"text: must be a str, not {type(text).__name__}")
         if surrogate := _SURROGATE.search(text):
             raise ValueError(f"text: lone surrogate U+{ord(surrogate[0]):04X} at index {surrogate.start()}")
-        ids = self._encode_special(text) if allow_special else self._text.encode(text, add_special_tokens=False).ids
+        ids = self._encode_special(text) if allow_special else self._encode_text(text)
         return self._with_ends(ids) if add_special_tokens else ids
 
     def encode_chat(self, messages: list, add_generation_prompt: bool = True, **variables) -> list[int]:
@@ -130,10 +117,10 @@ class Tokenizer:
         ids: list[int] = []
         done = 0
         for start, end in self._find_control(text):
-            ids += self._text.encode(text[done:start].replace(hidden, ""), add_special_tokens=False).ids
+            ids += self._encode_text(text[done:start].replace(hidden, ""))
             ids.append(self._control[text[start:end]])
             done = end
-        return ids + self._text.encode(text[done:].replace(hidden, ""), add_special_tokens=False).ids
+        return ids + self._encode_text(text[done:].replace(hidden, ""))
 
     def _find_control(self, text: str) -> Iterator[tuple[int, int]]:
         """[start, end) of the control tokens written out in `text`, from left to right, the longest at each place."""

@@ -1,7 +1,9 @@
 """Vocabularies of Hugging Face's tokenizer.json, through the `tokenizers` library that defines the format."""
 
+import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from pagedkv.models.bytelevel import bytes_of_alphabet
 from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
 from pagedkv.models.safetensors import read_json
-from pagedkv.models.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary
+from pagedkv.models.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary, library_errors
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,13 +30,14 @@ class TokenizerJson(Vocabulary):
         from tokenizers import Tokenizer
 
         path = directory / "tokenizer.json"
-        table = read_json(path)
-        try:
+        self._path, table = path, read_json(path)
+        with library_errors(f"{path}: not a tokenizer of the tokenizers library"):
             self._whole = Tokenizer.from_str(json.dumps(table))
-        except Exception as error:
-            # the library raises plain Exception for what it refuses
-            raise ModelError(f"{path}: not a tokenizer of the tokenizers library: {error}") from None
-        texts: dict[int, str] = {i: text for text, i in self._whole.get_vocab(with_added_tokens=True).items()}
+            ids: dict[str, int] = self._whole.get_vocab(with_added_tokens=True)
+        texts = {i: text for text, i in ids.items()}
+        if len(texts) < len(ids):
+            text, i = next(item for item in ids.items() if texts[item[1]] != item[0])
+            raise ModelError(f"{path}: id {i} has two tokens, {text!r} and {texts[i]!r}")
         n = max(texts, default=-1) + 1
         if not 0 < n <= _MAX_TOKENS:
             raise ModelError(f"{path}: {n} tokens, must be 1 to {_MAX_TOKENS}")
@@ -61,6 +64,25 @@ class TokenizerJson(Vocabulary):
     def normalizers(self) -> list:
         return [] if self._whole.normalizer is None else [self._whole.normalizer]
 
+    def encoder(self) -> Callable[[str], list[int]]:
+        encode = super().encoder()
+        control = frozenset(np.flatnonzero(self.types == CONTROL).tolist())
+        texts = sorted({self.tokens[i] for i in control} - {""}, key=len, reverse=True)
+        written_out = re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
+
+        def plain(text: str) -> list[int]:
+            ids = encode(text)
+            if control.isdisjoint(ids):
+                return ids
+            # models that know whole words may know control tokens as words: these are cut after their first character
+            cuts = [0, *(match.start() + 1 for match in written_out.finditer(text)), len(text)]
+            ids = [i for start, stop in itertools.pairwise(cuts) for i in encode(text[start:stop])]
+            if not control.isdisjoint(ids):
+                raise ModelError(f"{self._path}: its model makes control tokens of plain text")
+            return ids
+
+        return plain
+
     def added_tokens(self) -> list:
         found = self._whole.get_added_tokens_decoder()
         return [found[i] for i in np.flatnonzero(self.types == USER_DEFINED).tolist()]
@@ -80,8 +102,9 @@ class TokenizerJson(Vocabulary):
 
     def ends(self) -> tuple[list[int], list[int]]:
         """Ids that the file's own post-processor puts before and after a text."""
-        plain = self._whole.encode("a", add_special_tokens=False).ids
-        full = self._whole.encode("a", add_special_tokens=True).ids
+        with library_errors(f"{self._path}: the tokenizers library cannot use it"):
+            plain = self._whole.encode("a", add_special_tokens=False).ids
+            full = self._whole.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return full[:start], full[start + len(plain) :]

@@ -1,11 +1,13 @@
 """What the tokenizer families have in common: tokens, their types, and what each family must say."""
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
 
 if TYPE_CHECKING:
@@ -13,6 +15,19 @@ if TYPE_CHECKING:
 
 # values of GGUF's tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """ModelError for what the `tokenizers` library raises: plain Exceptions, and panics, which are no Exceptions."""
+    try:
+        yield
+    except (ModelError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{what}: {error}") from None
 
 
 class Vocabulary(ABC):
@@ -42,6 +57,24 @@ class Vocabulary(ABC):
     @abstractmethod
     def bytes_of(self, token_id: int) -> bytes:
         """The bytes token `token_id` stands for."""
+
+    def encoder(self) -> Callable[[str], list[int]]:
+        """What makes ids of text, in which no control token is looked for. Raises ModelError as `model`."""
+        from tokenizers import Tokenizer, normalizers
+
+        with library_errors("tokenizer: no vocabulary for the tokenizers library"):
+            library = Tokenizer(self.model())
+            if self.pre_tokenizer is not None:
+                library.pre_tokenizer = self.pre_tokenizer
+            if steps := self.normalizers():
+                library.normalizer = normalizers.Sequence(steps)
+            library.add_tokens(self.added_tokens())
+
+        def encode(text: str) -> list[int]:
+            with library_errors("tokenizer: the tokenizers library refuses this text"):
+                return library.encode(text, add_special_tokens=False).ids
+
+        return encode
 
     def index(self, texts: Iterable[str]) -> dict[str, int]:
         """Text -> id of what merging may arrive at: no control tokens, and of two equal texts the lower id."""

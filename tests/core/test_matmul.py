@@ -117,6 +117,25 @@ def test_who_packs_does_not_matter(type_name):
     )
 
 
+def test_packed_parts_of_the_source_are_released(pool):
+    """In order, without gaps, and only what is packed: here it is overwritten at once."""
+    n_rows, n_cols = 1003, 16384
+    raw = np.arange(n_rows * n_cols, dtype=np.float32).reshape(n_rows, n_cols)
+    expected, released = raw[[0, 500, n_rows - 1]].tobytes(), []
+
+    def release(start, stop):
+        released.append((start, stop))
+        raw.reshape(-1).view(np.uint8)[start:stop] = 0xFF
+
+    matrix = PackedMatrix.pack(pool, "F32", raw, n_rows, n_cols, None, release)
+    assert b"".join(bytes(matrix.row(i)) for i in (0, 500, n_rows - 1)) == expected
+    assert [start for start, _ in released] == [0, *(stop for _, stop in released[:-1])]
+    assert len(released) > 2 and released[-1][1] == raw.nbytes
+    order, released = np.arange(n_rows)[::-1].copy(), []
+    PackedMatrix.pack(pool, "F32", raw, n_rows, n_cols, order, release)
+    assert not released, "rows out of order may be read to the end"
+
+
 def test_the_source_is_copied_and_may_be_read_only(pool):
     raw = bytearray(random_file("Q8_0", 16, 32).tobytes())
     matrix = PackedMatrix.pack(pool, "Q8_0", memoryview(bytes(raw)), 16, 32)

@@ -193,6 +193,56 @@ def test_tokenizers_are_those_of_the_library(tmp_path, make, bos):
     assert Ours.from_directory(tmp_path).apply_chat_template([{"role": "user", "content": "x"}]) == "file: x"
 
 
+WHOLE_WORDS = {"vocab": {"<s>": 0, "</s>": 1, "s": 2, "<": 3, ">": 4, "/": 5, "<unk>": 6}, "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel(**WHOLE_WORDS),
+        models.BPE(vocab=WHOLE_WORDS["vocab"], merges=[], ignore_merges=True),
+        models.BPE(vocab={**WHOLE_WORDS["vocab"], "<s": 7}, merges=[("<", "s"), ("<s", ">")]),
+        models.Unigram([(text, -1.0) for text in WHOLE_WORDS["vocab"]], 6, False),
+    ],
+    ids=["words", "whole words", "merges", "unigram"],
+)
+def test_models_that_know_control_tokens_as_words(tmp_path, model):
+    """Text never makes a control token, whatever the model would make of it."""
+    theirs = Tokenizer(model)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    table = json.loads((tmp_path / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    table["added_tokens"] = [{"id": i, "content": text, **flags} for i, text in enumerate(["<s>", "</s>"])]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    ours = Ours.from_directory(tmp_path)
+    assert ours.special_ids >= {0, 1}
+    assert theirs.encode("<s>").ids == [0]
+    for text in ("<s>", "</s>", "<s><s></s>", "<<s>s>"):
+        assert not {0, 1} & set(ours.encode(text)), text
+    assert ours.encode("<s>", allow_special=True) == [0]
+
+
+def test_two_tokens_of_one_id(tmp_path):
+    table = tiny.tokenizer_json()
+    table["model"]["vocab"]["x"] = 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(ModelError, match=r"tokenizer\.json: id 1 has two tokens, '"):
+        Ours.from_directory(tmp_path)
+
+
+def test_what_the_library_panics_at(tmp_path, capfd):
+    """Its panics are no Exceptions in Python."""
+    table = tiny.tokenizer_json() | {"normalizer": {"type": "Precompiled"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer of the tokenizers library: Precompiled"):
+        Ours.from_directory(tmp_path)
+    assert "panicked" in capfd.readouterr().err
+    table["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+    table["decoder"] = {"type": "Strip", "content": "x", "start": 2**40, "stop": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    assert Ours.from_directory(tmp_path).decode([3]) == chr(0x4E00), "ids become text without the library"
+
+
 def test_a_post_processor_of_another_kind_is_refused(tmp_path):
     tokenizer = byte_level()
     tokenizer.post_processor = processors.TemplateProcessing(
