@@ -40,7 +40,7 @@ def create_app(llm: Any, settings: ServerSettings | None = None) -> Starlette:
     settings = settings or ServerSettings()
     service = Service(llm, settings, fingerprint(llm))
     app = Starlette(
-        routes=_routes(settings),
+        routes=_routes(service),
         middleware=_middleware(service),
         exception_handlers={
             APIError: _show_api_error,
@@ -64,8 +64,8 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         await app.state.service.close()
 
 
-def _routes(settings: ServerSettings) -> list[BaseRoute]:
-    document = openapi.document(settings)
+def _routes(service: Service) -> list[BaseRoute]:
+    document = openapi.document(service.settings, service.names)
 
     async def show_document(request: Request) -> Response:
         return JSONAnswer(document)

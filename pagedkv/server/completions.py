@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ..engine.outputs import CompletionOutput, RequestOutput
 from .answering import Counted, answer, validated
-from .errors import bad_request
+from .errors import from_refusal
 from .generation import Work
 from .logprobs import CompletionLogprobs, prompt_logprobs
 from .middleware import read_json_body
@@ -32,10 +32,10 @@ def prompts_of(service: Service, field: str, value: Any) -> list[tuple[str | Non
     """Text, if there is one, and token ids of each prompt. APIError 400 naming the field. Blocks: tokenizes."""
     listed = value if isinstance(value, list) and not isinstance(value[0], int) else [value]
     check_bound(f"the number of prompts in {field}", len(listed), service.settings.max_prompts)
-    prompts = [(None, one) if isinstance(one, list) else (one, service.tokenizer.encode(one)) for one in listed]
-    if not all(ids for _, ids in prompts):
-        raise bad_request(f"{field} must hold at least 1 token, and is empty", param=field)
-    return prompts
+    try:
+        return [service.llm.engine.admission.tokens_of(one) for one in listed]
+    except ValueError as error:
+        raise from_refusal(error, [field]) from None
 
 
 class CompletionJob:
@@ -71,7 +71,7 @@ class CompletionJob:
         self._skip_special = params.skip_special_tokens
         self._n = params.n
         prompts = prompts_of(service, "prompt", request.prompt)
-        self._texts = [self._tokenizer.decode(ids, False) if text is None else text for text, ids in prompts]
+        self._texts = [self._shown(*prompt) for prompt in prompts] if request.echo else [""] * len(prompts)
         self.work = Work(
             prompts,
             params,
@@ -82,6 +82,9 @@ class CompletionJob:
         )
         self._counted = Counted(0 if self._echo_only else None)
         self._choices: dict[int, _Choice] = {}
+
+    def _shown(self, text: str | None, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, False) if text is None else text
 
     def answer(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The whole answer: all that is new when nothing was handed out before."""
@@ -109,7 +112,7 @@ class CompletionJob:
             state = self._choices[number] = _Choice(logprobs)
         if state.finished:
             return None
-        shown = self._texts[prompt] if first and request.echo else ""
+        shown = self._texts[prompt] if first else ""
         text = "" if self._echo_only else each.text[state.n_chars :]
         ids = [] if self._echo_only else each.token_ids[state.n_tokens :]
         finished = each.finish_reason is not None or self._echo_only

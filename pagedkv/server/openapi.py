@@ -1,5 +1,6 @@
 """GET /openapi.json: every route as it is, made from the models that check requests."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,8 +41,8 @@ REFUSALS = {
 }
 
 
-def document(settings: ServerSettings) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of a server with these settings."""
+def document(settings: ServerSettings, model_names: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of a server with these settings, that serves one model under these names."""
     used = {model for _, asked, answer, _, _ in POSTS for model in (asked, answer)}
     used |= {model for _, model, _, _ in GETS if model is not None} | {answers.ErrorAnswer}
     models = sorted(used, key=lambda model: model.__name__)
@@ -51,7 +52,7 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         ref_template="#/components/schemas/{model}",
     )
     schemas = {model: schema for (model, _), schema in names.items()}
-    _apply_limits(definitions["$defs"], settings)
+    _apply_limits(definitions["$defs"], settings, model_names)
     secured = bool(settings.api_keys)
     paths: dict[str, Any] = {}
     for path, asked, answer, text, streams in POSTS:
@@ -85,7 +86,12 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         }  # fmt: skip
         if "{" in path:
             paths[path]["get"]["parameters"] = [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                {
+                    "name": "model",
+                    "in": "path",
+                    "required": True,
+                    "schema": {"type": "string", "enum": list(model_names)},
+                }
             ]
         if path in OPEN:
             paths[path]["get"]["security"] = []
@@ -115,8 +121,10 @@ def _refusals(codes: list[str]) -> dict[str, Any]:
     }
 
 
-def _apply_limits(definitions: dict[str, Any], settings: ServerSettings) -> None:
-    """Put this server's own bounds in place of those nobody can exceed."""
+def _apply_limits(definitions: dict[str, Any], settings: ServerSettings, model_names: Sequence[str]) -> None:
+    """Put this server's own bounds in place of those nobody can exceed, and the names it answers to."""
+    for _, asked, _, _, _ in POSTS:
+        definitions[asked.__name__]["properties"]["model"]["anyOf"][0]["enum"] = list(model_names)
     bounds = {
         "n": settings.max_n,
         "best_of": settings.max_n,

@@ -80,19 +80,23 @@ class ResponseFormat(Strict):
         return self
 
 
+FORMS = ("json_", "regex", "choice", "grammar", "json_object")
+
+
 class StructuredOutputs(Strict):
-    """Exactly one of them."""
+    """Exactly one of FORMS, and what JSON may look like."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = None
     json_object: Literal[True] | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "StructuredOutputs":
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
+        if sum(getattr(self, name) is not None for name in FORMS) != 1:
             raise ValueError("must hold exactly one of json, regex, choice, grammar and json_object")
         return self
 

@@ -62,7 +62,7 @@ def test_bad_values(small, path, fields, param):
         ({}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"), ({"prompt": ["a", ""]}, "prompt"), ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [1, -1]}, "prompt"), ({"prompt": [1, True]}, "prompt"), ({"prompt": [[1], "a"]}, "prompt"),
-        ({"prompt": [1, 2.0]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [100_000]}, "prompt_token_ids"),
+        ({"prompt": [1, 2.0]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [100_000]}, "prompt_token_ids"), ({"prompt": "x" * 190_000}, "prompt"),
         ({"prompt": ["x"] * 9}, None), ({"prompt": "x", "best_of": 2}, None),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "logprobs": 6}, "logprobs"), ({"prompt": "x", "logprobs": True}, "logprobs"),
