@@ -1,6 +1,6 @@
 """AsyncEngine: an asyncio stream for each request, over one engine thread."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sized
+from collections.abc import AsyncGenerator, Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from .admission import Prompt
@@ -105,7 +105,7 @@ class AsyncEngine:
         timeout: float | None = None,
         *,
         final_only: bool = False,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request. submit() as one iterator: what that raises, the first __anext__ raises."""
         stream = await self.submit(prompt, sampling_params, request_id, priority, timeout, final_only=final_only)
         try:

@@ -411,3 +411,5 @@ class LLMEngine:
         if request.final_only and not finished:
             return
         (request.sink or self._unclaimed.append)(request.output())
+        if finished:
+            request.sink = None  # whoever still holds the request need not hold its reader

@@ -43,7 +43,8 @@ class EngineThread:
         self._state = threading.Lock()  # held where the thread starts or ends and where requests come in
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: look up, something changed
         self._thread: threading.Thread | None = None
-        self._mails: weakref.WeakKeyDictionary[AbstractEventLoop, Mail] = weakref.WeakKeyDictionary()
+        # by id of the loop, which lives as long as its mail, as that does while a channel uses it
+        self._mails: weakref.WeakValueDictionary[int, Mail] = weakref.WeakValueDictionary()
         self._open: set[Channel] = set()  # whose request has not ended
         self._outbox: list[Channel] = []  # with an output of the running step
         self._when_idle: list[Command] = []
@@ -83,9 +84,9 @@ class EngineThread:
     def channel(self, loop: "AbstractEventLoop") -> Channel:
         """A channel to a reader on `loop`."""
         with self._state:
-            mail = self._mails.get(loop)
+            mail = self._mails.get(id(loop))
             if mail is None:
-                mail = self._mails[loop] = Mail(loop)
+                mail = self._mails[id(loop)] = Mail(loop)
         return Channel(mail, on_post=self._posted, on_end=self._open.discard, on_close=self._abandon)
 
     def submit(self, channel: Channel, request: Request, request_id: str | None) -> str:

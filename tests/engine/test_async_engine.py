@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 
 import command_line
@@ -499,6 +500,24 @@ def test_a_stream_belongs_to_its_loop_and_to_one_reader():
         check_solo(llm_engine, (await reader)[-1], sampled())
 
     run(test)
+
+
+def test_an_engine_keeps_no_loop_and_no_stream_alive():
+    engine, kept = AsyncEngine(make()), []
+
+    async def main():
+        kept.append(weakref.ref(asyncio.get_running_loop()))
+        kept.append(weakref.ref(await engine.submit("abc", sampled())))
+        stream = await engine.submit("abc", sampled())
+        kept.append(weakref.ref(stream))
+        await read_all(stream)
+        await engine.run(lambda: None)
+
+    for _ in range(3):
+        asyncio.run(main())
+    engine.shutdown()  # the requests of dropped streams have ended behind this
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 9
 
 
 def test_closing_lets_a_waiting_reader_go_at_once():
