@@ -14,6 +14,7 @@ from pagedkv.core import _kernels
 
 LENGTHS = [1, 2, 15, 16, 17, 33, 64, 100, 255, 256, 257, 600]
 N_NEW = 48
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
 ISAS = [name for name in _kernels.isa_names() if name != "scalar"]
 
 
@@ -146,6 +147,16 @@ def test_cached_prefixes(open_llm, solo):
     assert llm.check() == []
 
 
+@pytest.mark.parametrize("pages", [200, 42])
+def test_guesses(open_llm, solo, pages):
+    """Whatever can be guessed is computed, nearly all of it wrong."""
+    llm = open_llm(speculative_config=NGRAM, kv_pages=pages)
+    llm.engine.scheduler.speculation.margin = 0
+    assert together(llm) == solo
+    assert llm.engine.stats()["spec_draft_tokens"] > 100
+    assert llm.check() == []
+
+
 def test_all_at_once(open_llm, solo, use_isa):
     """Everything mixed from one seed; PAGEDKV_MIX_SEED replays it."""
     seed = int(os.environ.get("PAGEDKV_MIX_SEED", random.SystemRandom().randrange(2**32)))
@@ -156,10 +167,13 @@ def test_all_at_once(open_llm, solo, use_isa):
         "max_num_seqs": rng.choice([2, 5, 64]),
         "threads": rng.choice([1, 2, 3]),
         "enable_prefix_caching": rng.random() < 0.7,
+        "speculative_config": rng.choice([None, NGRAM]),
     }
     settings["kv_pages"] = -(-rng.choice([656, 900, 3200]) // settings["page_tokens"])
     isa, gaps = rng.choice(_kernels.isa_names()[:-1] or ["scalar"]), [rng.randint(0, 6) for _ in LENGTHS]
     llm = open_llm(**settings)
+    if llm.engine.scheduler.speculation is not None:
+        llm.engine.scheduler.speculation.margin = 0
     use_isa(isa)
     names, done, aborted = {}, {}, set()
 

@@ -164,6 +164,17 @@ def test_a_stop_inside_a_guess_ends_the_output_there():
     assert engine.model.forward.steps == [[20], [1 + 6]]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 8])
+def test_no_row_is_spent_behind_the_last_token(max_tokens):
+    """With r tokens to come a step computes at most r rows: a right guess of r - 1, and the token that ends it."""
+    engine = make()
+    engine.scheduler.speculation.margin = 0
+    engine.add_request([1, 2, 3, 4, 5] * 4, SamplingParams(temperature=0, max_tokens=max_tokens))
+    (output,) = finish(engine).values()
+    assert len(output.outputs[0].token_ids) == max_tokens
+    assert [step for (step,) in engine.model.forward.steps] == [20, *([max_tokens - 1] if max_tokens > 1 else [])]
+
+
 def test_a_step_hands_out_all_tokens_it_found():
     engine = make()
     engine.add_request([1, 2, 3, 4, 5] * 4, SamplingParams(temperature=0, max_tokens=40))
