@@ -49,6 +49,7 @@ def greedy(n=8, **more):
         ("max_num_seqs", [0, -1, 1.5, True, None]),
         ("max_num_batched_tokens", [0, -1, 1.5, True, None]),
         ("enable_prefix_caching", [0, 1, None, "yes"]),
+        ("speculative_config", [0, "ngram", {}, {"method": "eagle"}, {"method": "ngram", "tokens": 3}]),
         ("max_waiting", [-1, 1.5, True, "8", 2**31]),
     ],
 )
