@@ -45,7 +45,7 @@ _debug = click.option(
     "--debug", is_flag=True, is_eager=True, expose_value=False, callback=_set_debug, help="Show tracebacks of failures."
 )
 _model = click.option(
-    "--model", default=DEFAULT_MODEL, show_default=True, metavar="M", help="Catalogue name or path of a GGUF file."
+    "--model", default=DEFAULT_MODEL, show_default=True, metavar="M", help="Catalogue name, path or hf:owner/repo."
 )
 _threads = click.option(
     "--threads",
@@ -242,7 +242,7 @@ def bench(
 @_command
 @click.argument("name")
 def pull(name: str) -> None:
-    """Bring catalogue model NAME into the cache directory and print its path."""
+    """Bring NAME, of the catalogue or hf:owner/repo[/file], into the cache directory and print its path."""
     from pagedkv.commands.terminal import on_terminal
     from pagedkv.models.catalogue import pull
 
@@ -252,7 +252,7 @@ def pull(name: str) -> None:
 @_command
 @click.argument("model")
 def info(model: str) -> None:
-    """Describe MODEL: a catalogue name or a GGUF file."""
+    """Describe MODEL: a catalogue name, a GGUF file, a directory or hf:owner/repo."""
     from pagedkv.commands import info
 
     info.run(model)

