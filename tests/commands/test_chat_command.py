@@ -213,6 +213,28 @@ def test_interrupts_on_a_terminal(smollm2_path, tmp_path):
         assert process.wait(timeout=30) == 0
 
 
+def test_interrupts_outside_answers(llm, capsys, monkeypatch):
+    """At the prompt Ctrl-C drops what was typed; between two prompts it does nothing; afterwards all is as before."""
+    keys = iter(["interrupt", "/stats", "interrupt", '"""half', "interrupt", "/exit"])
+    asked = []
+
+    def typed(prompt):
+        asked.append(prompt)
+        key = next(keys)
+        return signal.raise_signal(signal.SIGINT) if key == "interrupt" else key
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("builtins.input", typed)
+    chat, sent = Chat(llm), []
+    monkeypatch.setattr(chat, "answer", sent.append)
+    chat._commands["/stats"] = lambda _: signal.raise_signal(signal.SIGINT)
+    chat.loop()
+    assert sent == [] and asked == ["> ", "> ", "> ", "> ", "  ", "> "]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_no_number_of_interrupts_ends_the_program(smollm2_path, tmp_path):
     """They come at any moment: amid commands, between two of them, before an answer and as it ends."""
     with on_a_terminal(tmp_path) as (process, terminal):

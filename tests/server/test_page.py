@@ -41,7 +41,7 @@ def test_settings_reach_the_model_and_survive_a_reload(browser, crowded):
     answer, line = ask(browser, "Who are you?")
     asked = [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": "Who are you?"}]
     assert answer == expected(crowded, asked, temperature=1.25, max_tokens=24, seed=11)
-    assert "24 tokens" in line and "cut at the most tokens allowed" in line
+    assert line.startswith("24 tokens, as many as allowed · ")
 
 
 @pytest.mark.parametrize("how", ["button", "escape", "new chat"])
@@ -149,9 +149,7 @@ def test_failures_are_told(browser, crowded, pieces, status, told, kept):
 def test_events_are_cut_anywhere(browser, crowded):
     """Every way to cut a stream in two, and byte by byte: the same events."""
     browser.open(crowded.url)
-    stream = (
-        'data: {"a": 1}\r\n\r\n: comment\ndata:first\ndata: second\n\nevent: x\nid: 3\rdata: \u4e16\r\rdata: [DONE]\n\n'
-    )
+    stream = 'data: {"a": 1}\r\n\r\n: comment\ndata:first\r\ndata: second\r\n\r\nevent: x\nid: 3\rdata: \u4e16\r\rdata: [DONE]\n\n'
     found = browser.module(
         "api.js",
         """

@@ -203,11 +203,10 @@ class Record {
   summary(stopped) {
     const parts = [];
     if (stopped) parts.push("stopped");
-    else if (this.#reason === "length") parts.push("cut at the most tokens allowed");
-    else if (this.#reason !== "stop") parts.push("ended by the server");
+    else if (this.#reason !== "stop" && this.#reason !== "length") parts.push("ended by the server");
     if (this.#usage) {
       const n = this.#usage.completion_tokens;
-      parts.push(`${n} token${n === 1 ? "" : "s"}`);
+      parts.push(`${n} token${n === 1 ? "" : "s"}${this.#reason === "length" ? ", as many as allowed" : ""}`);
       if (n > 1 && this.#last > this.#first) parts.push(`${rounded(((n - 1) * 1000) / (this.#last - this.#first))} tokens/s`);
     }
     if (this.#first) parts.push(`first after ${rounded((this.#first - this.#sent) / 1000)} s`);
