@@ -43,6 +43,7 @@ def run(
         names = settings.pop("served_model_names") or (model_name(model),)
         chosen = ServerSettings(served_model_names=tuple(names), api_keys=all_keys, **settings)
         app = create_app(llm, chosen)
+        app.state.service.warm_up()
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
         print(f"pagedkv: serving {names[0]} at http://{shown}:{address[1]} (Ctrl-C stops)", file=sys.stderr, flush=True)

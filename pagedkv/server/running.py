@@ -58,5 +58,8 @@ def serve(app: Starlette, listener: socket.socket, *, access_log: bool = False) 
         timeout_graceful_shutdown=LAST_BYTES_SECONDS,
     )
     server = GracefulServer(config, app.state.service)
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        app.state.service.engine.shutdown()  # a second signal leaves no time for the application's own end
     return signal.SIGINT in server.received

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib.util
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ class Service:
         self.created = int(time.time())
         self.max_model_len = llm.engine.max_model_len
         self.draining = False
+        self._closing = False
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="pagedkv-server")
 
     async def offload(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -76,9 +78,18 @@ class Service:
         """Source of the model's chat template."""
         return getattr(self.tokenizer, "chat_template", None)
 
+    def warm_up(self) -> None:
+        """Do now what would hold up the first requests: structured outputs read the whole vocabulary once. Blocks."""
+        if importlib.util.find_spec("llguidance") is not None:
+            self.llm.engine.admission.grammars.tokenizer()
+
     async def close(self) -> None:
-        """Give running requests `shutdown_timeout` seconds, cancel the rest and stop the engine's thread."""
+        """Give running requests `shutdown_timeout` seconds, cancel the rest and stop the engine's thread. A second call
+        returns at once."""
         self.draining = True
+        if self._closing:
+            return
+        self._closing = True
         try:
             await self.engine.drain(self.settings.shutdown_timeout)
         finally:

@@ -1,6 +1,7 @@
 """Live servers for the tests: the real model, and a tiny one where only what surrounds the model counts."""
 
 import asyncio
+import re
 import socket
 import sys
 import threading
@@ -66,8 +67,8 @@ class Live:
         """{name with labels: value} of /metrics, without the model's name."""
         lines = self.http.get("/metrics").text.splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
-        return {name.replace(f'model_name="{self.service.names[0]}"', "").replace("{}", "").replace("{,", "{"):
-                float(value) for name, value in pairs}  # fmt: skip
+        own = f'model_name="{self.service.names[0]}"'
+        return {re.sub(r",?" + re.escape(own) + r",?", "", name).replace("{}", ""): float(value) for name, value in pairs}
 
     def wait_idle(self, seconds=120):
         """Wait until nothing runs or waits, and return the engine's counters."""
