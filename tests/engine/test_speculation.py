@@ -4,6 +4,7 @@ import itertools
 import random
 from array import array
 
+import numpy as np
 import pytest
 from fakes import FakeKV, fake_model, paged_model, successor
 
@@ -120,6 +121,15 @@ def test_defaults_of_the_configuration(given, expected):
     assert SpeculativeConfig.parse(None) is None
 
 
+class NoThree:
+    """A mask hook that forbids token 3 in every third place of an output."""
+
+    def allowed(self, token_ids):
+        mask = np.full(2, 0xFFFFFFFF, np.uint32)
+        mask[0] -= (len(token_ids) % 3 == 0) << 3
+        return mask
+
+
 PARAMS = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.9},
@@ -129,6 +139,7 @@ PARAMS = {
     "stop ids": {"stop_token_ids": [4, 9, 14], "min_tokens": 9},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
     "n": {"n": 4, "temperature": 0.8, "logprobs": 0},
+    "masks": {"allowed_token_ids": [1, 2, 3, 4, 5, 6, 7, 20, 30, 31], "logits_mask": NoThree(), "typical_p": 0.9},
     "bias": {"logit_bias": {7: 3.0, 2: -100.0}},
 }
 
