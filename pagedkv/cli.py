@@ -5,12 +5,14 @@ Exit status 0: done. 1: a failure, one line on standard error. 2: wrong usage, o
 command needs them.
 """
 
-import os
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
+
+from pagedkv.process import flush_or_discard, interrupted, on_terminal, open_standard_streams
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 KV_FORMATS = ["f32", "f16", "int8"]
@@ -103,7 +105,7 @@ def generate(
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    if not prompts and sys.stdin is not None and sys.stdin.isatty():
+    if not prompts and sys.stdin.isatty():
         raise click.UsageError("no prompt: give --prompt, or prompts on standard input, one a line")
     generate.run(model, list(prompts), params, threads=threads, kv_format=kv_format, as_json=as_json)
 
@@ -243,7 +245,6 @@ def bench(
 @click.argument("name")
 def pull(name: str) -> None:
     """Bring NAME, of the catalogue or hf:owner/repo[/file], into the cache directory and print its path."""
-    from pagedkv.commands.terminal import on_terminal
     from pagedkv.models.catalogue import pull
 
     click.echo(pull(name, progress=on_terminal()))
@@ -268,30 +269,38 @@ def doctor() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (default: sys.argv) and return the exit status. Never raises for bad input."""
-    options = _Options(debug=False)
+    open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets a substitute
             stream.reconfigure(errors="replace")
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    status = _status_of(list(sys.argv[1:] if arguments is None else arguments))
+    flush_or_discard()
+    return status
+
+
+def _status_of(words: list[str]) -> int:
+    """Exit status of a command line; an error has been printed."""
+    options = _Options(debug=False)
     try:
         with cli.make_context("pagedkv", words, obj=options) as context:
             cli.invoke(context)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
-        _discard_output()
         return 141
     except Exception as error:
-        if options["debug"] and not isinstance(error, click.ClickException):
-            import traceback
+        if interrupted(error):
+            return 130
+        with contextlib.suppress(OSError):  # where even the message cannot be written, the status says it
+            if options["debug"] and not isinstance(error, click.ClickException):
+                import traceback
 
-            traceback.print_exc()
-        else:
-            print(error_line(error), file=sys.stderr)
+                traceback.print_exc()
+            else:
+                print(error_line(error), file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, click.ClickException) else 1
     return 0
 
@@ -313,10 +322,3 @@ def error_line(error: Exception) -> str:
 
 def _flat(text: str) -> str:
     return " ".join(text.split())
-
-
-def _discard_output() -> None:
-    """Point standard output at nothing, so that the interpreter's last flush cannot fail."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, sys.stdout.fileno())
-    os.close(nothing)

@@ -16,6 +16,7 @@ from .engine.outputs import RequestOutput
 from .engine.params import SamplingParams
 from .engine.speculation import SpeculativeConfig
 from .models.loader import load_model
+from .process import on_terminal
 
 Message = Mapping[str, Any]
 
@@ -126,7 +127,7 @@ class LLM:
             quantization=quantization,
             activations=activations,
             context=max_model_len,
-            progress=sys.stderr.isatty(),
+            progress=on_terminal(),
         )
         try:
             config = self.model.config
@@ -249,7 +250,7 @@ class LLM:
     def _run(self, boxes: list[tuple[str, deque[RequestOutput]]], use_tqdm: bool) -> None:
         pending = [box for _, box in boxes]
         bar = None
-        if use_tqdm:
+        if use_tqdm and sys.stderr is not None:
             from tqdm import tqdm
 
             bar = tqdm(total=len(pending), desc="Prompts", unit="prompt")

@@ -10,6 +10,7 @@ import command_line
 import pytest
 from click.testing import CliRunner
 
+from pagedkv import __main__ as entry
 from pagedkv import cli
 from pagedkv.core.errors import PoolExhausted
 
@@ -243,6 +244,110 @@ def test_interrupt_while_streaming(smollm2_path, tmp_path):
     assert process.returncode == 130 and errors == b""
 
 
+def test_interrupt_at_any_moment_of_the_start(smollm2_path, tmp_path):
+    """From the first line of the entry point on, and through all imports, Ctrl-C ends in 130 without a word.
+
+    The signal comes at the n-th line that runs, wherever that is; Python's own start before them is not ours.
+    """
+    code = (
+        "import re, signal, sys; n = int(sys.argv.pop(1)); from pagedkv.__main__ import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def press(frame, event, argument, seen=[]):\n"
+        "    seen.append(0)\n"
+        "    if len(seen) == n: sys.settrace(None); signal.raise_signal(signal.SIGINT)\n"
+        "    return press\n"
+        "sys.settrace(press); sys.exit(main())"
+    )
+    for n in (4, 30, 1000, 4000, 15_000, 40_000, 90_000, 150_000):
+        command = [sys.executable, "-P", "-c", code, str(n), "generate", "--prompt", "1 2 3", "--max-tokens", "9"]
+        result = subprocess.run(command, capture_output=True, cwd=tmp_path, env=command_line.environment(), timeout=60)
+        assert (result.returncode, result.stdout, result.stderr) == (130, b"", b""), (n, result)
+
+
+def test_an_import_that_hides_an_interrupt(monkeypatch, capsys):
+    """Before Python 3.12 an interrupt in a descriptor's __set_name__ comes out as a RuntimeError."""
+
+    def load(*_, **__):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__") from error
+
+    monkeypatch.setattr("pagedkv.commands.doctor.run", load)
+    assert cli.main(["doctor"]) == 130
+    monkeypatch.setattr(cli, "main", load)
+    assert entry.main() == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def closing(descriptors, *arguments, stdin="", code=None):
+    """A command run with these of its standard streams closed, through the entry point or `code`."""
+    command = [sys.executable, "-P", *(["-c", code] if code else ["-m", "pagedkv"]), *map(str, arguments)]
+    return subprocess.run(
+        command,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=command_line.environment(),
+        preexec_fn=lambda: [os.close(descriptor) for descriptor in descriptors],
+        timeout=300,
+    )
+
+
+CLOSED = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_closed_streams(smollm2_path, closed):
+    """What would go to a closed stream goes nowhere, above all not to another stream; statuses are as ever."""
+    result = closing(closed, "generate", "--prompt", "The capital of France is", "--max-tokens", 8, "--temperature", 0)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (" Paris" in result.stdout) == (1 not in closed)
+    for arguments in (["info", "absent.gguf"], ["generate"], ["pull", "gpt-17"]):
+        result = closing(closed, *arguments)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr.count("\n") == (2 not in closed)
+    result = closing(closed, "cook")
+    assert (result.returncode, result.stdout) == (2, "")
+    result = closing(closed, "chat", stdin="/help\n")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ("/save FILE" in result.stdout) == (not {0, 1} & {*closed})
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path, closed):
+    """What a library writes to descriptors 0 to 2 must not land in a model or an answer."""
+    code = (
+        "import os, sys; from pagedkv.cli import main; sys.argv[0] = 'pagedkv'; name = sys.argv.pop()\n"
+        "import pagedkv.commands.doctor as doctor\n"
+        "def run():\n"
+        "    file = open(name, 'w')\n"
+        "    for i in range(3): os.fstat(i), os.get_inheritable(i) or 1 / 0\n"
+        "    file.write(str(file.fileno() > 2)); os.write(2, b'warning')\n"
+        "doctor.run = run; sys.exit(main(['doctor']))"
+    )
+    result = closing(closed, tmp_path / "made", code=code)
+    assert (result.returncode, (tmp_path / "made").read_text()) == (0, "True")
+    assert result.stderr == ("" if 2 in closed else "warning")
+
+
+def test_a_message_that_cannot_be_written_keeps_its_status(smollm2_path, tmp_path):
+    with open("/dev/full", "w") as full:
+        for arguments, status in (["info", "absent.gguf"], 1), (["--debug", "info", "absent.gguf"], 1), (["cook"], 2):
+            process = command_line.start(tmp_path, *arguments, stdout=subprocess.PIPE, stderr=full)
+            assert (process.communicate(timeout=60)[0], process.returncode) == (b"", status)
+
+
+def test_a_library_user_without_standard_error(smollm2_path):
+    code = (
+        "from pagedkv import LLM, SamplingParams\n"
+        "with LLM('smollm2-135m-instruct', threads=1, kv_pages=9) as llm:\n"
+        "    print(len(llm.generate('Hi', SamplingParams(max_tokens=2), use_tqdm=True)))"
+    )
+    result = closing((2,), code=code)
+    assert (result.returncode, result.stdout) == (0, "1\n")
+
+
 def test_reader_that_goes_away(smollm2_path, tmp_path):
     arguments = ["generate", "--prompt", "1 2 3", "--max-tokens", "8000", "--temperature", "0"]
     process = command_line.start(tmp_path, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -295,7 +400,7 @@ def test_version_and_help():
     runner = CliRunner()
     assert runner.invoke(cli.cli, ["--version"], obj=None).output.startswith("pagedkv ")
     shown = runner.invoke(cli.cli, ["--help"]).output
-    assert all(name in shown for name in ("generate", "chat", "bench", "pull", "info", "doctor"))
+    assert all(name in shown for name in ("generate", "chat", "serve", "bench", "pull", "info", "doctor"))
 
 
 def test_without_a_command_help_goes_to_standard_error(pagedkv_command):
@@ -308,6 +413,9 @@ def test_options_of_each_command():
         "generate": "model prompts max_tokens temperature top_k top_p seed threads kv_format as_json debug",
         "chat": "model debug",
         "bench": "model threads prompt_tokens gen_tokens batch profile as_json debug",
+        "serve": "model host port keys key_file names max_body max_queue max_prompts max_n max_logprobs origins "
+        "shutdown_timeout access_log threads kv_format kv_memory kv_pages page_tokens max_model_len max_num_seqs "
+        "max_num_batched_tokens no_prefix_caching quantization activations debug",
         "pull": "name debug",
         "info": "model debug",
         "doctor": "debug",

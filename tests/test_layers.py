@@ -31,7 +31,7 @@ ARITHMETIC = {
 FACTORIES = {("arena", "check"), ("arena", "sequence")}
 
 # Parts of the package from the bottom up; `version` stands beside them.
-PARTS = ["core", "models", "engine", "llm", "server", "commands", "cli", "__main__"]
+PARTS = ["process", "core", "models", "engine", "llm", "server", "commands", "cli", "__main__"]
 # What parts above the core may use of its private module.
 PUBLIC_OF_KERNELS = {"ThreadPool", "isa", "isa_names"}
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagedkv.commands.terminal import on_terminal, shown_safely
+from pagedkv.commands.terminal import shown_safely
+from pagedkv.process import on_terminal
 
 if TYPE_CHECKING:
     from pagedkv import LLM, RequestOutput, SamplingParams
@@ -67,8 +68,6 @@ def run(
 
 def read_prompts() -> list[str]:
     """The lines of standard input without their ends. ValueError when there are none."""
-    if sys.stdin is None:
-        raise ValueError("no prompt: standard input is closed and --prompt was not given")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # as in arguments, whatever the locale
     prompts = [line.rstrip("\r\n") for line in sys.stdin]

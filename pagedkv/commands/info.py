@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 
-from pagedkv.commands.terminal import on_terminal
+from pagedkv.process import on_terminal
 
 
 def run(model: str) -> None:

@@ -1,4 +1,4 @@
-"""Who is watching, and what may be shown to them."""
+"""What may be shown to a person."""
 
 import re
 import sys
@@ -7,11 +7,6 @@ import sys
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def on_terminal() -> bool:
-    """Whether a person watches standard error, so that progress bars and closing lines make sense."""
-    return sys.stderr is not None and sys.stderr.isatty()
-
-
 def shown_safely(text: str) -> str:
     """`text` for standard output: at a terminal control characters are replaced, elsewhere nothing is changed."""
-    return _CONTROLS.sub("\ufffd", text) if sys.stdout is not None and sys.stdout.isatty() else text
+    return _CONTROLS.sub("\ufffd", text) if sys.stdout.isatty() else text

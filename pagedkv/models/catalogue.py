@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pagedkv.models import hub
 from pagedkv.models.errors import ModelError
+from pagedkv.process import tell
 
 _CHUNK = 1 << 20
 
@@ -121,7 +122,7 @@ def _lock(path: Path, name: str, progress: bool) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if progress:
-                print(f"waiting for another pull of {name}", file=sys.stderr)
+                tell(f"waiting for another pull of {name}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
