@@ -112,11 +112,12 @@ def generate(
 
 @_command
 @_model
-def chat(model: str) -> None:
+@click.pass_context
+def chat(context: click.Context, model: str) -> None:
     """Talk with a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."""
     from pagedkv.commands import chat
 
-    chat.run(model)
+    context.exit(0 if chat.run(model) else 1)
 
 
 def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagedkv.commands.generate import OutputFailed, failure
 from pagedkv.version import commit
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ def measure(
 ) -> Sample:
     """Submit all prompts, of one length, at once; then count gen_tokens steps in which all of them decode.
 
-    on_prefilled is called, untimed, between prefill and decode. Aborts the requests when done.
+    on_prefilled is called, untimed, between prefill and decode. Aborts the requests when done. OutputFailed when the
+    model's outputs cannot be computed, which would be fast.
     """
     from pagedkv.engine.params import SamplingParams
 
@@ -146,6 +148,8 @@ def measure(
     first_token: dict[str, float] = {}
     while len(first_token) < len(ids):
         for output in engine.step():
+            if reason := failure(output):
+                raise OutputFailed(reason)
             first_token.setdefault(output.request_id, time.perf_counter() - start)
     prefill_s = time.perf_counter() - start
     if on_prefilled:

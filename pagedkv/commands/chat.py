@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedkv.commands.generate import NOT_TEXT, Completion, speed_line
+from pagedkv.commands.generate import NOT_TEXT, Completion, failure, speed_line
 from pagedkv.commands.terminal import shown_safely
 
 if TYPE_CHECKING:
@@ -30,23 +30,28 @@ MAX_ANSWER = 1024  # tokens, for models that do not find an end
 TEMPERATURE, TOP_P = 0.7, 0.95
 
 
-def run(model: str) -> None:
-    """Load the model and talk until the input ends. ValueError for a model without a chat template."""
+def run(model: str) -> bool:
+    """Load the model and talk until the input ends; whether every answer could be computed. ValueError for a model
+    without a chat template."""
     from pagedkv.llm import LLM
 
     with LLM(model, max_num_seqs=1) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ValueError(f"{model}: the model has no chat template; use 'pagedkv generate'")
-        Chat(llm).loop()
+        chat = Chat(llm)
+        chat.loop()
+    return not chat.n_failed
 
 
 class Chat:
-    """One conversation. `messages` is what the model sees: dicts with role and content."""
+    """One conversation. `messages` is what the model sees: dicts with role and content; `n_failed` counts answers that
+    could not be computed."""
 
     def __init__(self, llm: "LLM"):
         self.llm = llm
         self.messages: list[dict[str, str]] = []
         self.last: Completion | None = None
+        self.n_failed = 0
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
             "/reset": self._reset,
@@ -80,7 +85,7 @@ class Chat:
         """Send `text`, print the answer as it comes and remember both. Ctrl-C ends the answer; what came of it stays.
 
         A message that does not fit the context or is not text is refused in one line and not remembered. Neither is one
-        whose answer was stopped before its first token.
+        whose answer was stopped before its first token, or failed.
         """
         if escaped := NOT_TEXT.search(text):
             byte = ord(escaped[0]) - 0xDC00
@@ -119,6 +124,11 @@ class Chat:
                 engine.unsubscribe(request_id)
         if output is None:
             print("stopped before the first token; the message is forgotten", file=sys.stderr)
+            return
+        if reason := failure(output):
+            self.n_failed += 1
+            print(end="\n" if shown else "", flush=True)
+            print(f"{reason}; the message is forgotten", file=sys.stderr)
             return
         print("" if output.finished else " ...")
         self.messages = [*messages, {"role": "assistant", "content": shown}]

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 NOT_TEXT = re.compile("[\udc80-\udcff]")  # a byte that is no character, as Python escapes it in arguments and input
 
 
+class OutputFailed(Exception):
+    """Outputs that ended with finish_reason "error": which, and why. What there is of them has been printed."""
+
+
 @dataclass
 class Completion:
     """A finished prompt. prefill_s: from its submission to its first token; decode_s: from there to its last."""
@@ -44,7 +48,8 @@ class Completion:
 def run(
     model: str, prompts: list[str], params: "SamplingParams", *, threads: int | None, kv_format: str, as_json: bool
 ) -> None:
-    """Print what the model writes. No prompts: the lines of standard input are. ValueError for an empty one."""
+    """Print what the model writes. No prompts: the lines of standard input are. ValueError for an empty one.
+    OutputFailed, once all others are printed, for what could not be computed."""
     prompts = prompts or read_prompts()
     for i, prompt in enumerate(prompts, 1):
         if not prompt:
@@ -59,11 +64,22 @@ def run(
         if len(prompts) == 1 and not as_json:
             _stream(llm, prompts[0], params)
             return
-        for completion in complete(llm, prompts, params):
+        failed = []
+        for i, completion in enumerate(complete(llm, prompts, params), 1):
+            if reason := failure(completion.output):
+                failed.append(f"prompt {i} of {len(prompts)}: {reason}" if len(prompts) > 1 else reason)
             if as_json:
                 print(json.dumps(completion.row()), flush=True)
             else:
                 print(shown_safely(f"{completion.output.prompt}{completion.output.outputs[0].text}\n"), flush=True)
+        if failed:
+            raise OutputFailed(failed[0] + (f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""))
+
+
+def failure(output: "RequestOutput | None") -> str:
+    """Why an output could not be computed, as when weights are damaged and logits are NaN; empty when it could."""
+    completion = output.outputs[0] if output else None
+    return str(completion.stop_reason) if completion and completion.finish_reason == "error" else ""
 
 
 def read_prompts() -> list[str]:
@@ -115,6 +131,9 @@ def _stream(llm: "LLM", prompt: str, params: "SamplingParams") -> None:
         sys.stdout.write(shown_safely(text[shown:]))
         sys.stdout.flush()
         shown = len(text)
+    if reason := failure(output):
+        print(end="\n" if shown else "", flush=True)
+        raise OutputFailed(reason)
     print()
     if on_terminal() and first_token:
         done = Completion(output, first_token - submitted, time.perf_counter() - first_token)
