@@ -17,18 +17,30 @@ STATIC = files("pagedkv.server") / "static"
 def test_a_question_is_answered(browser, crowded):
     """Typed and sent by keyboard; the text on the page is the engine's, character by character."""
     browser.open(crowded.url)
-    configure(browser, temperature=0, max_tokens=40)
+    configure(browser, temperature=0, max_tokens=24)
     browser.wait("return document.activeElement.id === 'message'")
     browser.keys("What is two plus two?", "\ue007")
     answer, line = browser.wait(ANSWERED, 1)
     asked = [{"role": "user", "content": "What is two plus two?"}]
-    assert answer == expected(crowded, asked, temperature=0, max_tokens=40) and len(answer) > 10
+    assert answer == expected(crowded, asked, temperature=0, max_tokens=24) and len(answer) > 10
     assert re.search(r"\d+ tokens", line)
     assert browser.text("#model") == crowded.service.names[0]
 
     answer_2, _ = ask(browser, "And three?", 2)
     asked += [{"role": "assistant", "content": answer}, {"role": "user", "content": "And three?"}]
-    assert answer_2 == expected(crowded, asked, temperature=0, max_tokens=40)
+    assert answer_2 == expected(crowded, asked, temperature=0, max_tokens=24)
+
+
+def test_a_suggestion_is_sent(browser, crowded):
+    """By keyboard, which is then on the button that stops the answer, and at its end in the field."""
+    browser.open(crowded.url)
+    configure(browser, temperature=0, max_tokens=12)
+    browser.script("document.querySelector('.suggestions button').focus()")
+    browser.keys("\ue007")
+    assert browser.focused() in ("stop", "message")
+    asked = [{"role": "user", "content": browser.text("#log .user .text")}]
+    assert browser.wait(ANSWERED, 1)[0] == expected(crowded, asked, temperature=0, max_tokens=12)
+    assert browser.focused() == "message"
 
 
 def test_settings_reach_the_model_and_survive_a_reload(browser, crowded):

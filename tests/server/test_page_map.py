@@ -220,3 +220,7 @@ def test_a_vast_pool_is_shown_whole(browser, vast):
     browser.script("document.getElementById('map').focus()")
     browser.keys("\ue010")
     assert browser.wait("return document.getElementById('readout').textContent").startswith("Page 255: free")
+    browser.driver.refresh()  # the choice is remembered
+    browser.wait(SHOWN)
+    assert browser.script("return document.getElementById('crop').checked")
+    assert browser.wait(f"{size.replace('return', 'const size =')}; return size[2] > 50 && size") == cropped

@@ -1,6 +1,6 @@
 /* The panel beside the chat: asks the server for the arena's map, and shows it as cells, requests and charts. */
 
-import { ApiError, request } from "./api.js";
+import { ApiError, request, stored } from "./api.js";
 import { drawChart, History, niceCeiling } from "./charts.js";
 import { countKinds, KINDS, PageMap } from "./map.js";
 
@@ -8,6 +8,7 @@ const BUSY = 500; // milliseconds between two questions while requests run
 const IDLE = 1500;
 const OFFLINE = 4000;
 const MOST_LISTED = 48; // requests
+const CROP = "pagedkv-crop";
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en");
 
@@ -34,7 +35,12 @@ export class ArenaPanel {
       },
       onPin: (page) => this.#pin(page === null ? [] : this.#holders(page).map(([id]) => id)),
     });
-    $("crop").addEventListener("change", () => (this.#map.crop = $("crop").checked));
+    $("crop").checked = stored(() => localStorage.getItem(CROP)) === "yes";
+    this.#map.crop = $("crop").checked;
+    $("crop").addEventListener("change", () => {
+      this.#map.crop = $("crop").checked;
+      stored(() => localStorage.setItem(CROP, $("crop").checked ? "yes" : "no"));
+    });
     document.addEventListener("visibilitychange", () => (document.hidden ? this.#pause() : this.start()));
     window.addEventListener("resize", () => this.#drawCharts());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#drawCharts());

@@ -19,7 +19,10 @@ export class Chat {
     this.#wireComposer();
     $("new-chat").addEventListener("click", () => this.reset());
     for (const button of document.querySelectorAll(".suggestions button")) {
-      button.addEventListener("click", () => this.send(button.textContent));
+      button.addEventListener("click", () => {
+        this.send(button.textContent);
+        if (this.busy) $("stop").focus(); // the button is gone
+      });
     }
   }
 
