@@ -12,6 +12,7 @@ chosen at run time.
 import os
 import platform
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -81,10 +82,10 @@ class BuildExt(build_ext):
 
         package = Path(self.build_lib, "pagedkv")
         package.mkdir(parents=True, exist_ok=True)
-        command = self.compiler.compiler_so[0] if getattr(self.compiler, "compiler_so", None) else "cc"
+        words = getattr(self.compiler, "compiler_so", None) or ["cc"]
         record = {
             "commit": first_line("git", "rev-parse", "HEAD") if Path(".git").exists() else None,
-            "compiler": first_line(command, "--version"),
+            "compiler": first_line(*takewhile(lambda word: not word.startswith("-"), words), "--version"),
             "flags": " ".join([*flags, *os.environ.get("CFLAGS", "").split()]),
         }
         package.joinpath("build.json").write_text(json.dumps(record, indent=1) + "\n")

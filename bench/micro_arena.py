@@ -1,11 +1,12 @@
 """Micro-benchmarks of the page arena: one JSON object a line, with all samples.
 
-    python bench/micro_arena.py [--samples 15] [--operations 10000000] [--write]
+    python bench/micro_arena.py [--samples 101] [--operations 10000000] [--write]
 
 `from C` rows run a C loop over the C functions; `from Python` rows run a Python loop over the methods and include the
 loop. The peer is bench/block_pool.py: the algorithm of vLLM's BlockPool in pure Python, which is what an engine written
 in Python pays. One call of ours is compared with one call of the peer: single blocks with single pages, lists of 250
-and 1,000 with sequences of as many. Their bias: the peer is timed without the rest of its engine and takes no lock.
+and 1,000 with sequences of as many. Their bias: the peer is timed without the rest of its engine and takes no lock. A
+sample lasts about a millisecond, so that on a shared machine most of them are not interrupted.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import results
@@ -34,7 +36,6 @@ def timed(function, n):
 
 def rows(samples, n_operations):
     """(name, unit, samples, bound or None) of each benchmark."""
-    repeat = range(samples)
     arena = Arena(4096, 64)
     seq, prefix, other = arena.sequence(), arena.sequence(max_pages=1000), arena.sequence(max_pages=1000)
     prefix.append_pages(1000)
@@ -73,22 +74,28 @@ def rows(samples, n_operations):
             peer.touch(peer_prefix)
             peer.free_blocks(reversed(peer_prefix))
 
-    n = 200_000
-    yield "allocate + free a page, from C", "ns", [_testing.time_append_truncate(seq, n) / n * 1e9 for _ in repeat], 40
-    yield "allocate + free a page, from Python", "ns", [timed(append_truncate, n) / n * 1e9 for _ in repeat], 150
-    yield "allocate + free a block, peer", "ns", [timed(peer_take_free, 20_000) / 20_000 * 1e9 for _ in repeat], None
-    n = 2000
-    batch = [_testing.time_append_free(quarter, 250, n) / n * 1e6 for _ in repeat]
-    yield "allocate + free 250 pages, from C", "us", batch, None
-    batch = [timed(append_free_250, n) / n * 1e6 for _ in repeat]
-    yield "allocate + free 250 pages, from Python", "us", batch, None
-    yield "allocate + free 250 blocks, peer", "us", [timed(peer_take_free_250, 200) / 200 * 1e6 for _ in repeat], None
-    shared = [_testing.time_share_release(prefix, other, n) / n * 1e6 for _ in repeat]
-    yield "share + release 1,000 pages, from C", "us", shared, 5
-    yield "share + release 1,000 blocks, peer", "us", [timed(peer_share_free, 50) / 50 * 1e6 for _ in repeat], None
+    def sampled(timer, n, unit):
+        """Time of one call in each sample of n calls."""
+        return [timer(n) / n * {"ns": 1e9, "us": 1e6}[unit] for _ in range(samples)]
+
+    def looped(function):
+        return partial(timed, function)
+
+    ours = partial(_testing.time_append_truncate, seq)
+    yield "allocate + free a page, from C", "ns", sampled(ours, 50_000, "ns"), 40
+    yield "allocate + free a page, from Python", "ns", sampled(looped(append_truncate), 10_000, "ns"), 150
+    yield "allocate + free a block, peer", "ns", sampled(looped(peer_take_free), 1000, "ns"), None
+    ours = partial(_testing.time_append_free, quarter, 250)
+    yield "allocate + free 250 pages, from C", "us", sampled(ours, 800, "us"), None
+    yield "allocate + free 250 pages, from Python", "us", sampled(looped(append_free_250), 200, "us"), None
+    yield "allocate + free 250 blocks, peer", "us", sampled(looped(peer_take_free_250), 15, "us"), None
+    ours = partial(_testing.time_share_release, prefix, other)
+    yield "share + release 1,000 pages, from C", "us", sampled(ours, 600, "us"), 5
+    yield "share + release 1,000 blocks, peer", "us", sampled(looped(peer_share_free), 15, "us"), None
     quarter.append_pages(250)
-    yield "snapshot 250 pages, from C", "us", [_testing.time_snapshot(quarter, n) / n * 1e6 for _ in repeat], 20
-    yield "snapshot 250 pages, from Python", "us", [timed(snapshot, n) / n * 1e6 for _ in repeat], 20
+    ours = partial(_testing.time_snapshot, quarter)
+    yield "snapshot 250 pages, from C", "us", sampled(ours, 2000, "us"), 20
+    yield "snapshot 250 pages, from Python", "us", sampled(looped(snapshot), 1500, "us"), 20
 
     pool = Arena(512, 4096, guard=True)
     _testing.random_operations(pool, 32, n_operations // 10, 1)
@@ -103,7 +110,7 @@ def rows(samples, n_operations):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--samples", type=int, default=101)
     parser.add_argument("--operations", type=int, default=10_000_000)
     parser.add_argument("--write", action="store_true", help="append to bench/results/micro_arena.jsonl")
     options = parser.parse_args()

@@ -2,6 +2,8 @@
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+from pagedkv.core.structs cimport pkv_pool
+
 
 cdef extern from "pkv_kernels.h" nogil:
     const int PKV_PANEL, PKV_BLOCK, PKV_SPLIT
@@ -78,8 +80,6 @@ cdef extern from "pkv_kernels.h" nogil:
 
 
 cdef extern from "threads.h" nogil:
-    ctypedef struct pkv_pool:
-        pass
     ctypedef void pkv_job_fn(void *arg, int thread, int n_threads) noexcept nogil
 
 
@@ -95,6 +95,9 @@ cdef void weight_row(float *y, const pkv_weight *w, int64_t row) noexcept nogil
 cdef double log_double(double x) noexcept nogil
 cdef float exp_float(float x) noexcept nogil
 
+cdef pkv_pool *pool_new(int n_threads, int n_processors) noexcept nogil
+cdef void pool_free(pkv_pool *pool) noexcept nogil
+cdef int pool_threads(const pkv_pool *pool) noexcept nogil
 cdef int pool_run(pkv_pool *pool, pkv_job_fn *job, void *arg) noexcept nogil
 cdef void pool_barrier(pkv_pool *pool) noexcept nogil
 cdef int64_t claim(int64_t *counter, int64_t n, int64_t chunk, int64_t *stop) noexcept nogil

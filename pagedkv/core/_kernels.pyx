@@ -71,6 +71,18 @@ cdef float exp_float(float x) noexcept nogil:
     return pkv_exp(x)
 
 
+cdef pkv_pool *pool_new(int n_threads, int n_processors) noexcept nogil:
+    return pkv_pool_new(n_threads, n_processors)
+
+
+cdef void pool_free(pkv_pool *pool) noexcept nogil:
+    pkv_pool_free(pool)
+
+
+cdef int pool_threads(const pkv_pool *pool) noexcept nogil:
+    return pkv_pool_threads(pool)
+
+
 cdef int pool_run(pkv_pool *pool, pkv_job_fn *job, void *arg) noexcept nogil:
     return pkv_pool_run(pool, job, arg)
 

@@ -45,12 +45,24 @@ cdef struct attention_plan:
     int64_t n_spans, n_units, n_merged
     int64_t max_spans, unit_bytes, partial_floats
 
+# One layer's call on all threads of a pool.
+cdef struct attention_job:
+    const attention_view *v
+    attention_plan plan
+    const float *q          # [rows][group * n_kv_heads][head_dim]
+    float *out
+    float *scratch          # scratch_floats() for each thread
+    pkv_pool *pool          # NULL: one thread
+    int64_t layer
+    int64_t counters[2]     # 0 at the start
+
 cdef int64_t scratch_floats(const attention_view *v) noexcept nogil
 cdef uint8_t *kv_tile(const attention_view *v, uint32_t page, int64_t layer, int64_t kv_head) noexcept nogil
 
 cdef int plan_spans(attention_plan *p, int64_t n_spans) noexcept nogil
 cdef int plan_units(attention_plan *p, const attention_view *v) noexcept nogil
 cdef void plan_release(attention_plan *p) noexcept nogil
+cdef void attention_worker(void *arg, int thread, int n_threads) noexcept nogil
 
 cdef void attend(float *out, const float *q, const attention_view *v, const attention_plan *p, int64_t layer, int64_t out_stride,
                  int64_t q_stride, act_buffer *quantised, float *scratch, int64_t *counter) noexcept nogil

@@ -379,3 +379,15 @@ cdef void attend_merge(float *out, const attention_view *v, const attention_plan
         if quantised != NULL:
             act_quantise(quantised, s.row, kv_head * width, (kv_head + 1) * width)
         i = claim(counter, n_units, 1, &stop)
+
+
+cdef void attention_worker(void *arg, int thread, int n_threads) noexcept nogil:
+    """Both passes of an attention_job, the plan made."""
+    cdef attention_job *job = <attention_job *>arg
+    cdef int64_t stride = job.v.n_kv_heads * job.v.group * job.v.head_dim
+    attend(job.out, job.q, job.v, &job.plan, job.layer, stride, stride, NULL, job.scratch + thread * scratch_floats(job.v),
+           &job.counters[0])
+    if job.plan.n_merged:
+        if n_threads > 1:
+            pool_barrier(job.pool)
+        attend_merge(job.out, job.v, &job.plan, stride, NULL, &job.counters[1])

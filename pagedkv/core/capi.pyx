@@ -48,5 +48,8 @@ api.check = pkv_check
 api.kv_page_bytes = pkv_kv_page_bytes
 api.kv_write = pkv_kv_write
 api.kv_attend = pkv_kv_attend
+api.pool_new = pkv_pool_new
+api.pool_destroy = pkv_pool_destroy
+api.kv_attend_on = pkv_kv_attend_on
 
 _C_API = PyCapsule_New(&api, PKV_CAPSULE_NAME, NULL)

@@ -105,7 +105,7 @@ cdef class PagedKVCache(Arena):
         """
         cdef attention_view v = self.view
         cdef int64_t at = within("layer", layer, 0, self.n_layers)
-        cdef attend_job job
+        cdef attention_job job
         cdef int64_t i, n, status
         cdef KVSequence seq
         cdef list owners = list(seqs)
@@ -135,14 +135,12 @@ cdef class PagedKVCache(Arena):
         memset(&job, 0, sizeof(job))
         job.v = &v
         job.layer = at
-        job.stride = q.shape[1] * v.head_dim
         job.pool = self.pool.ptr
         job.q = <const float *><size_t>q.ctypes.data
         job.out = <float *><size_t>out.ctypes.data
-        job.scratch_floats = scratch_floats(&v)
         self.hold()
         try:
-            job.scratch = <float *>pkv_alloc(job.scratch_floats * sizeof(float) * self.pool.n_threads)
+            job.scratch = <float *>pkv_alloc(scratch_floats(&v) * sizeof(float) * self.pool.n_threads)
             if job.scratch == NULL or plan_spans(&job.plan, n):
                 raise PoolExhausted("attend: the system refused scratch memory")
             row = 0
@@ -153,7 +151,7 @@ cdef class PagedKVCache(Arena):
             if plan_units(&job.plan, &v):
                 raise PoolExhausted("attend: the system refused scratch memory")
             with nogil:
-                status = pool_run(job.pool, &attend_worker, &job)
+                status = pool_run(job.pool, attention_worker, &job)
             if status:
                 raise PoolExhausted("attend: the system refused a worker thread")
         finally:
@@ -161,28 +159,6 @@ cdef class PagedKVCache(Arena):
             pkv_release(job.scratch)
             self.let_go()
         return out
-
-
-cdef struct attend_job:
-    const attention_view *v
-    attention_plan plan
-    const float *q
-    float *out
-    float *scratch
-    pkv_pool *pool
-    int64_t scratch_floats
-    int64_t layer
-    int64_t stride
-    int64_t counters[2]
-
-
-cdef void attend_worker(void *arg, int thread, int n_threads) noexcept nogil:
-    cdef attend_job *job = <attend_job *>arg
-    attend(job.out, job.q, job.v, &job.plan, job.layer, job.stride, job.stride, NULL, job.scratch + thread * job.scratch_floats,
-           &job.counters[0])
-    if job.plan.n_merged:
-        pool_barrier(job.pool)
-        attend_merge(job.out, job.v, &job.plan, job.stride, NULL, &job.counters[1])
 
 
 cdef int64_t make_own(pkv_seq *s, int64_t n_new, int64_t first, int64_t stop) noexcept nogil:

@@ -118,6 +118,9 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
         float scale
         float softcap
 
+    ctypedef struct pkv_pool:
+        pass
+
     ctypedef struct pkv_api:
         int64_t abi_version
         int64_t struct_size
@@ -160,5 +163,9 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
                             const float *v) noexcept nogil
         int64_t (*kv_attend)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens, int64_t n_queries,
                              const pkv_attention *, const float *q, float *out) noexcept nogil
+        int64_t (*pool_new)(pkv_pool **out, int64_t n_threads) noexcept nogil
+        int64_t (*pool_destroy)(pkv_pool *) noexcept nogil
+        int64_t (*kv_attend_on)(pkv_pool *, const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
+                                int64_t n_queries, const pkv_attention *, const float *q, float *out) noexcept nogil
 
     const char *PKV_CAPSULE_NAME

@@ -13,6 +13,9 @@ from pagedkv.core.memory cimport pkv_alloc, pkv_release
 from pagedkv.core.structs cimport *
 
 
+cdef extern from "<sys/sysinfo.h>" nogil:
+    int get_nprocs()
+
 cdef extern from *:
     """
     _Static_assert((int)PKV_FORMAT_F32 == (int)PKV_KV_F32 && (int)PKV_FORMAT_F16 == (int)PKV_KV_F16
@@ -80,14 +83,23 @@ cdef int64_t pkv_kv_attend(const pkv_kv_pages *p, const uint32_t *page_table, in
                            const pkv_attention *how, const float *q, float *out) noexcept nogil:
     """Causal attention of the last n_queries of n_tokens tokens over their pages: out, q [n_queries, n_heads, head_dim]; 0.
 
-    Runs on the calling thread; the bits of a row depend on its position and pages alone, so callers may share rows, sequences or layers
-    among threads of their own. BAD_INPUT; POOL_EXHAUSTED when memory for scratch is refused.
+    Runs on the calling thread; the bits of a row depend on its position and pages alone. BAD_INPUT; POOL_EXHAUSTED when memory for
+    scratch is refused.
     """
+    return attend_with(NULL, p, page_table, layer, n_tokens, n_queries, how, q, out)
+
+
+cdef int64_t pkv_kv_attend_on(pkv_pool *pool, const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
+                              int64_t n_queries, const pkv_attention *how, const float *q, float *out) noexcept nogil:
+    """pkv_kv_attend on the threads of a pool, with the same bits; POOL_EXHAUSTED also when a thread cannot be started."""
+    return attend_with(pool, p, page_table, layer, n_tokens, n_queries, how, q, out) if pool != NULL else -PKV_BAD_INPUT
+
+
+cdef int64_t attend_with(pkv_pool *pool, const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
+                         int64_t n_queries, const pkv_attention *how, const float *q, float *out) noexcept nogil:
     cdef attention_view view
-    cdef attention_plan plan
-    cdef float *scratch
-    cdef int64_t counters[2]
-    cdef int64_t stride
+    cdef attention_job job
+    cdef int64_t n_threads = pool_threads(pool) if pool != NULL else 1
     cdef int64_t status = -PKV_POOL_EXHAUSTED
     cdef uint64_t mode
     if (not is_sound(p) or how == NULL or not 0 <= layer < p.n_layers or not 0 <= n_queries <= n_tokens or page_table == NULL or q == NULL
@@ -97,19 +109,38 @@ cdef int64_t pkv_kv_attend(const pkv_kv_pages *p, const uint32_t *page_table, in
     view = view_of(p)
     view.group = how.n_heads // p.n_kv_heads
     view.window, view.scale, view.softcap = how.window, how.scale, how.softcap
-    stride = how.n_heads * p.head_dim
-    memset(&plan, 0, sizeof(plan))
-    counters[0] = counters[1] = 0
-    scratch = <float *>pkv_alloc(scratch_floats(&view) * sizeof(float))
-    if scratch != NULL and plan_spans(&plan, 1) == 0:
-        plan.spans[0] = attention_span(page_table, 0, n_queries, n_tokens - n_queries, -1)
-        if plan_units(&plan, &view) == 0:
-            mode = float_enter()
-            attend(out, q, &view, &plan, layer, stride, stride, NULL, scratch, &counters[0])
-            if plan.n_merged:
-                attend_merge(out, &view, &plan, stride, NULL, &counters[1])
-            float_leave(mode)
-            status = 0
-    plan_release(&plan)
-    pkv_release(scratch)
+    memset(&job, 0, sizeof(job))
+    job.v, job.layer, job.q, job.out, job.pool = &view, layer, q, out, pool
+    job.scratch = <float *>pkv_alloc(n_threads * scratch_floats(&view) * sizeof(float))
+    if job.scratch != NULL and plan_spans(&job.plan, 1) == 0:
+        job.plan.spans[0] = attention_span(page_table, 0, n_queries, n_tokens - n_queries, -1)
+        if plan_units(&job.plan, &view) == 0:
+            if pool != NULL:
+                status = 0 if pool_run(pool, attention_worker, &job) == 0 else -PKV_POOL_EXHAUSTED
+            else:
+                mode = float_enter()
+                attention_worker(&job, 0, 1)
+                float_leave(mode)
+                status = 0
+    plan_release(&job.plan)
+    pkv_release(job.scratch)
     return status
+
+
+cdef int64_t pkv_pool_new(pkv_pool **out, int64_t n_threads) noexcept nogil:
+    """A pool of n_threads threads, the caller's included, started at the first call that uses it. BAD_INPUT outside [1, 1024],
+    POOL_EXHAUSTED when memory is refused; *out is NULL then.
+    """
+    out[0] = NULL
+    if not 1 <= n_threads <= 1024:
+        return -PKV_BAD_INPUT
+    out[0] = pool_new(<int>n_threads, get_nprocs())
+    return 0 if out[0] != NULL else -PKV_POOL_EXHAUSTED
+
+
+cdef int64_t pkv_pool_destroy(pkv_pool *pool) noexcept nogil:
+    """End the threads. No call may be running on the pool. TAMPER for NULL."""
+    if pool == NULL:
+        return -PKV_TAMPER
+    pool_free(pool)
+    return 0

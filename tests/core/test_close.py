@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import environment
-from kv import fill, make
+from kv import fill, make, state
 from tiny_llama import TinyLlama
 
 from pagedkv.core._kernels import ThreadPool
+from pagedkv.core._testing import let_pass
 from pagedkv.core.arena import Arena
 from pagedkv.core.errors import BadInput, PoolExhausted, Tampered
 
@@ -19,6 +20,7 @@ import sys, threading
 import numpy as np
 from tiny_llama import TinyLlama
 from pagedkv.core._kernels import ThreadPool
+from pagedkv.core._testing import let_pass
 from pagedkv.core.errors import BadInput, Tampered
 
 operation, rounds = sys.argv[1], int(sys.argv[2])
@@ -121,3 +123,26 @@ def test_refused_calls_do_not_keep_the_cache_open():
         kv.attend(0, k[:0], [], [])
     with pytest.raises(Tampered, match="closed"):
         forward.run(kv, [], [], [], [], logits[:0])
+
+
+def test_calls_refused_memory_change_nothing_and_do_not_keep_the_cache_open():
+    kv = make(n_pages=60)
+    seq = kv.sequence()
+    fill(seq, 600)
+    twin = seq.snapshot()
+    q, k, before = np.ones((40, 3, 20), np.float32), np.ones((600, 3, 20), np.float32), state(kv, seq, twin)
+    n = refused = 0
+    while n == refused:
+        let_pass(n)
+        try:
+            kv.attend(0, q, [seq, twin], [1, 39])
+        except PoolExhausted:
+            refused += 1
+        finally:
+            let_pass(-1)
+        n += 1
+    assert refused == 4  # scratch, spans, units, partial results
+    with pytest.raises(PoolExhausted):
+        twin.write_kv(0, 0, k, k)
+    assert state(kv, seq, twin) == before
+    kv.close()

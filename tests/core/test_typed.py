@@ -1,6 +1,8 @@
 """Typed pages through the C table: any memory of the caller's, the bits of PagedKVCache, every bad argument refused."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,6 +34,15 @@ class Attention(ctypes.Structure):
 @pytest.fixture(scope="module")
 def api():
     return RawApi()
+
+
+@pytest.fixture(scope="module")
+def pools(api):
+    """Pools of 1 and 3 threads."""
+    made = [api.make(api.pool_new, n) for n in (1, 3)]
+    assert [status for status, _ in made] == [0, 0]
+    yield [pool for _, pool in made]
+    assert [api.pool_destroy(pool) for _, pool in made] == [0, 0]
 
 
 def address(x):
@@ -69,7 +80,7 @@ def cache_with(kv_format, page_tokens, k, v):
 
 @pytest.mark.parametrize("page_tokens", PAGE_TOKENS)
 @pytest.mark.parametrize("kv_format", range(3))
-def test_attention_over_own_memory_has_the_bits_of_the_cache(api, kv_format, page_tokens):
+def test_attention_over_own_memory_has_the_bits_of_the_cache(api, pools, kv_format, page_tokens):
     memory = Memory(api, kv_format, page_tokens)
     assert memory.page_bytes == LAYERS * KV_HEADS * tile_bytes(FORMATS[kv_format], DIM, page_tokens)
     k, v = random_kv(700)
@@ -88,6 +99,12 @@ def test_attention_over_own_memory_has_the_bits_of_the_cache(api, kv_format, pag
         ) == 0
         expected = kv.attend(1, q, [seq], [n], scale=0.25, window=window or None, softcap=softcap or None)
         assert same(out, expected)
+        for pool in pools:
+            out[:] = 7
+            assert api.kv_attend_on(
+                pool, address(memory.pages), address(memory.table), 1, 700, n, address(how), address(q), address(out)
+            ) == 0
+            assert same(out, expected)
 
 
 def test_nothing_but_the_tokens_is_written(api):
@@ -138,15 +155,17 @@ HOWS = [
 
 
 def calls(api, memory, how=None, layer=1, start=0, n=20, n_tokens=20):
-    """Status of a write of n tokens and of attention of n queries."""
+    """Status of a write of n tokens and of attention of n queries, which is the same without and with threads."""
     k, v = random_kv(20)
     q, out = random_q(20), np.zeros((20, HEADS, DIM), np.float32)
     how = Attention(HEADS, 0, 1.0, 0.0) if how is None else how
     pages, table = address(memory.pages), address(memory.table)
-    return (
-        api.kv_write(pages, table, layer, start, n, address(k), address(v)),
-        api.kv_attend(pages, table, layer, n_tokens, n, address(how), address(q), address(out)),
-    )
+    attend = pages, table, layer, n_tokens, n, address(how), address(q), address(out)
+    status, pool = api.make(api.pool_new, 2)
+    assert status == 0
+    alone, shared = api.kv_attend(*attend), api.kv_attend_on(pool, *attend)
+    assert (alone, api.pool_destroy(pool)) == (shared, 0)
+    return api.kv_write(pages, table, layer, start, n, address(k), address(v)), alone
 
 
 @pytest.mark.parametrize(("field", "value"), SHAPES + PLACES)
@@ -168,7 +187,7 @@ def test_bad_attention(api, field, value):
     assert calls(api, Memory(api, 0, 16), how) == (0, BAD)
 
 
-def test_bad_ranges_and_null(api):
+def test_bad_ranges_and_null(api, pools):
     memory = Memory(api, 0, 16)
     for layer in (-1, LAYERS):
         assert calls(api, memory, layer=layer) == (BAD, BAD)
@@ -180,11 +199,15 @@ def test_bad_ranges_and_null(api):
     pages, table = address(memory.pages), address(memory.table)
     write = [pages, table, 0, 0, 1, address(k), address(v)]
     attend = [pages, table, 0, 1, 1, address(how), address(q), address(q)]
-    for function, arguments in ((api.kv_write, write), (api.kv_attend, attend)):
+    attend_on = [pools[1], *attend]
+    for function, arguments in ((api.kv_write, write), (api.kv_attend, attend), (api.kv_attend_on, attend_on)):
         for i, argument in enumerate(arguments):
             if argument > 1000:
                 assert function(*arguments[:i], None, *arguments[i + 1 :]) == BAD
     assert api.kv_page_bytes(None) == BAD
+    for n_threads in (0, -1, 1025, 1 << 40):
+        assert api.make(api.pool_new, n_threads) == (BAD, 0)
+    assert api.pool_destroy(None) == -Verdict.TAMPER
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -198,16 +221,19 @@ def test_int8_refuses_inf_and_nan(api, which, bad):
     assert same(memory.block, before)
 
 
-def test_refused_memory(api):
+@pytest.mark.parametrize("n_threads", [0, 2])
+def test_refused_memory(api, n_threads):
     memory = Memory(api, 0, 16, n_pages=40)
     k, v = random_kv(600)
     assert api.kv_write(address(memory.pages), address(memory.table), 0, 0, 600, address(k), address(v)) == 0
     q, how, n = random_q(1), Attention(HEADS, 0, 1.0, 0.0), 0
     out = np.zeros((1, HEADS, DIM), np.float32)
+    pool = api.make(api.pool_new, n_threads)[1]
+    attend = (lambda *args: api.kv_attend_on(pool, *args)) if pool else api.kv_attend
     while True:
         let_pass(n)
         try:
-            status = api.kv_attend(
+            status = attend(
                 address(memory.pages), address(memory.table), 0, 600, 1, address(how), address(q), address(out)
             )
         finally:
@@ -218,3 +244,23 @@ def test_refused_memory(api):
         assert not out.any()
         n += 1
     assert n == 4  # scratch, span, units, partial results
+    if pool:
+        assert api.pool_destroy(pool) == 0
+
+
+def test_several_threads_on_one_pool(api, pools):
+    """ctypes lets go of the GIL: calls on one pool take turns and each has its own result."""
+    memory, (k, v) = Memory(api, 1, 16), random_kv(300)
+    assert api.kv_write(address(memory.pages), address(memory.table), 0, 0, 300, address(k), address(v)) == 0
+    how = Attention(HEADS, 0, 0.25, 0.0)
+
+    def attend(function, seed):
+        q, out = random_q(20, seed), np.zeros((20, HEADS, DIM), np.float32)
+        arguments = address(memory.pages), address(memory.table), 0, 300, 20, address(how), address(q), address(out)
+        assert function(*arguments) == 0
+        return out.tobytes()
+
+    expected = [attend(api.kv_attend, seed) for seed in range(40)]
+    with ThreadPoolExecutor(4) as executor:
+        found = list(executor.map(lambda seed: attend(partial(api.kv_attend_on, pools[1]), seed), range(40)))
+    assert found == expected

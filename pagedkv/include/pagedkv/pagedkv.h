@@ -181,6 +181,9 @@ typedef struct pkv_attention {
     float softcap;   /* scores become softcap * tanh(score / softcap); 0: they do not */
 } pkv_attention;
 
+/* Threads that share one call, started at the first and again after a fork. */
+typedef struct pkv_pool pkv_pool;
+
 /* All functions. The list only grows at its end; struct_size tells how much of it a build of pagedkv has.
  * int64_t results: >= 0 is success (an index, a count or PKV_OK), < 0 a negated pkv_verdict. Out-pointers are NULL on
  * failure. Names ending in _destroy release the struct; a struct whose canaries do not hold is left alone: TAMPER. */
@@ -238,6 +241,13 @@ typedef struct pkv_api {
     int64_t (*kv_attend)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
                          int64_t n_queries, const pkv_attention *, const float *q /* [n_queries][n_heads][head_dim] */,
                          float *out);
+
+    /* n_threads in [1, 1024], the caller's included; calls on one pool take turns */
+    int64_t (*pool_new)(pkv_pool **out, int64_t n_threads);
+    int64_t (*pool_destroy)(pkv_pool *); /* no call may be running on it */
+    /* kv_attend on the threads of a pool, with the same bits */
+    int64_t (*kv_attend_on)(pkv_pool *, const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
+                            int64_t n_queries, const pkv_attention *, const float *q, float *out);
 } pkv_api;
 
 #define PKV_CAPSULE_MODULE "pagedkv.core.capi"
