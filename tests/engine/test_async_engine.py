@@ -335,6 +335,22 @@ def test_pages_held_outside_fail_what_waits_for_them():
     run(test, n_pages=10, max_model_len=40)
 
 
+def test_an_exception_before_anything_runs_ends_all_that_wait():
+    async def test(engine, llm_engine):
+        plain = llm_engine.scheduler.schedule
+
+        def failing():
+            raise ArithmeticError("no plan")
+
+        llm_engine.scheduler.schedule = failing
+        for output in await asyncio.gather(*(read_all(engine.generate("abc", sampled())) for _ in range(3))):
+            assert output[-1].outputs[0].stop_reason == "ArithmeticError: no plan"
+        llm_engine.scheduler.schedule = plain
+        check_solo(llm_engine, (await read_all(engine.generate("abc", sampled())))[-1], sampled())
+
+    run(test)
+
+
 def test_an_engine_that_cannot_clean_up_dies_loudly(caplog):
     llm_engine = make()
 
@@ -555,10 +571,10 @@ def test_a_closed_loop_aborts_what_it_read():
     assert len(kept[0]._channel.newest[0].outputs[0].token_ids) < 50
 
 
-def script(tmp_path, code):
-    """Run `code` in a fresh interpreter, with the helpers of these tests at hand; its standard output."""
+def script(tmp_path, code, first=""):
+    """Run `first`, and `code` with the helpers of these tests at hand, in a fresh interpreter; its standard output."""
     here = Path(__file__).parent
-    head = f"import sys; sys.path[:0] = [{str(here.parent)!r}, {str(here)!r}]\n"
+    head = f"{first}\nimport sys; sys.path[:0] = [{str(here.parent)!r}, {str(here)!r}]\n"
     head += "import asyncio, os, threading\nfrom test_async_engine import *\n"
     result = subprocess.run(
         [sys.executable, "-P", "-c", head + textwrap.dedent(code)],
@@ -639,9 +655,9 @@ def test_the_interpreter_ends_while_requests_run(tmp_path):
         return streams
 
     streams = asyncio.run(main())
-    print("end")
     """
-    assert script(tmp_path, code) == "end\n"
+    first = "import atexit; atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))"
+    assert script(tmp_path, code, first) == "['MainThread']\n"  # asked after the package's own exit
 
 
 def test_public_names():

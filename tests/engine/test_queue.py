@@ -1,6 +1,5 @@
 """The way into the engine: queue limit, deadlines, names, and that adding waits for no step."""
 
-import itertools
 import threading
 from types import SimpleNamespace
 
@@ -284,6 +283,16 @@ def test_adding_and_asking_to_abort_wait_for_no_step():
     assert [len(done[name].outputs[0].token_ids) for name in ("running", "mine", "gone")] == [1, 9, 0]
 
 
+def test_the_doom_of_a_request_is_not_that_of_the_next_of_its_name():
+    engine = make()
+    old = engine.prepare("abc", sampled(1))
+    engine.enqueue(old, "a")
+    finish(engine)
+    engine.add_request("abc", sampled(), request_id="a")
+    assert engine.doom(old) is False
+    assert finish(engine)["a"].outputs[0].finish_reason == "length"
+
+
 def test_adding_to_a_closed_engine():
     engine = make()
     engine.close()
@@ -314,15 +323,16 @@ def test_a_thread_that_steps_without_pause_lets_others_in():
     """Who waits while a step runs has his turn right after it, though the stepping thread goes on at once."""
     engine = make()
     plain = engine.model.forward.run
-    stop = threading.Event()
+    stop, in_step = threading.Event(), threading.Event()
 
     def run(*args):
+        in_step.set()
         while engine._turn.acquire(blocking=False):  # until somebody waits
             engine._turn.release()
         plain(*args)
 
     def steps():
-        while not stop.is_set():
+        while not stop.is_set() and len(engine.model.forward.steps) < 10000:
             if not engine.has_unfinished():
                 engine.add_request("abc", sampled(50))
             engine.pump()
@@ -331,9 +341,14 @@ def test_a_thread_that_steps_without_pause_lets_others_in():
     engine.add_request("abc", sampled(50))
     thread = threading.Thread(target=steps)
     thread.start()
-    counts = [engine.between_steps(lambda: len(engine.model.forward.steps)) for _ in range(50)]
+    waits = []
+    for _ in range(50):
+        assert in_step.wait(60)
+        in_step.clear()
+        before = len(engine.model.forward.steps)
+        waits.append(engine.between_steps(lambda: len(engine.model.forward.steps)) - before)
     stop.set()
     engine.model.forward.run = plain
     engine.settle()
     thread.join()
-    assert max(later - earlier for earlier, later in itertools.pairwise(counts)) <= 1
+    assert waits == [1] * 50
