@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from pagedkv.commands.info import size
 from pagedkv.version import build, commit, version
 
 LOW_MEMORY = 1 << 30
+LOW_DISK = 1 << 28
+PROBE_FILE = 1 << 16
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 CPU_INFO = Path("/proc/cpuinfo")
 DEPENDENCIES = ("numpy", "tokenizers", "jinja2", "click", "tqdm")
@@ -126,11 +129,29 @@ def threads_finding(affinity: int, processors: int, quota: float | None, used: i
 
 
 def _memory() -> Finding:
-    from pagedkv.engine.memory import available_memory
+    from pagedkv.engine.memory import memory_limits
 
-    free = available_memory()
-    fix = f"less than {size(LOW_MEMORY)} is left; stop other programs or raise the memory limit"
-    return Finding("memory", f"{size(free)} available", fix if free < LOW_MEMORY else "")
+    return memory_finding(memory_limits())
+
+
+def memory_finding(limits: dict[str, int]) -> Finding:
+    """Bytes that each bound leaves, as `memory_limits` tells them: the least, and whose it is."""
+    if not limits:
+        return Finding("memory", "unknown")
+    from pagedkv.engine.memory import MEMORY
+
+    name = min(limits, key=limits.__getitem__)
+    left = limits[name]
+    value = f"{size(left)} available"
+    if name != MEMORY:
+        value += f", bounded by the {name}"
+    problem = ""
+    if left < LOW_MEMORY:
+        remedy = "stop other programs" if name == MEMORY else f"raise the {name}"
+        problem = f"less than {size(LOW_MEMORY)} is left; {remedy}"
+    elif "ulimit" in name:
+        problem = f"the {name} leaves less than memory does; raise it to unlimited, or expect a smaller KV pool"
+    return Finding("memory", value, problem)
 
 
 def huge_pages(setting: Path) -> Finding:
@@ -162,9 +183,29 @@ def _bandwidth() -> Finding:
 def _cache_directory() -> Finding:
     from pagedkv.models.catalogue import home
 
-    directory = home()
-    existing = next((path for path in (directory, *directory.parents) if path.exists()), directory)
-    problem = ""
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        problem = f"{existing} is no writable directory, so no model can be pulled; set PAGEDKV_HOME to another one"
+    try:
+        return cache_finding(home())
+    except RuntimeError as error:  # no home directory to expand ~ to
+        return Finding("model cache", "none", f"{error}; set PAGEDKV_HOME to a directory")
+
+
+def cache_finding(directory: Path) -> Finding:
+    """Whether models can be kept in `directory`, found out by making a directory and a file; none of them stays."""
+    from tempfile import TemporaryDirectory
+
+    target, problem = directory / "models", ""
+    existing = target
+    try:
+        while not os.path.lexists(existing):
+            existing = existing.parent
+        with TemporaryDirectory(prefix=".doctor-", dir=existing) as scratch:
+            inside = Path(scratch, *target.relative_to(existing).parts)
+            inside.mkdir(parents=True, exist_ok=True)
+            (inside / "probe").write_bytes(bytes(PROBE_FILE))
+        room = shutil.disk_usage(existing).free
+        if room < LOW_DISK:
+            problem = f"{size(room)} of disk is left, too little for a model; set PAGEDKV_HOME to another directory"
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        problem = f"{existing}: {reason}, so no model can be pulled; set PAGEDKV_HOME to another directory"
     return Finding("model cache", str(directory), problem)

@@ -1,7 +1,12 @@
 """`pagedkv doctor` and `pagedkv info`."""
 
+import errno
 import os
+import resource
+import subprocess
+from types import SimpleNamespace
 
+import command_line
 import pytest
 
 from pagedkv.commands import doctor
@@ -34,7 +39,10 @@ def test_report(pagedkv_command):
         ({"PAGEDKV_ISA": "scalar"}, ["unset PAGEDKV_ISA"]),
         ({"PAGEDKV_THREADS": "0"}, ["PAGEDKV_THREADS", "'0'"]),
         ({"PAGEDKV_THREADS": "1000"}, ["PAGEDKV_THREADS=", "1000 threads"]),
-        ({"PAGEDKV_HOME": "/dev/null/models"}, ["/dev/null is no writable directory", "PAGEDKV_HOME"]),
+        ({"PAGEDKV_HOME": "/dev/null/models"}, ["/dev/null: Not a directory", "PAGEDKV_HOME"]),
+        ({"PAGEDKV_HOME": "/proc/models"}, ["/proc: ", "PAGEDKV_HOME"]),
+        ({"PAGEDKV_HOME": "~nobody-of-this-name/x"}, ["home directory", "PAGEDKV_HOME"]),
+        ({"PAGEDKV_HOME": "x" * 300}, ["File name too long", "PAGEDKV_HOME"]),
     ],
 )
 def test_problems_come_with_their_fix(pagedkv_command, environment, named):
@@ -76,6 +84,64 @@ def test_huge_pages(tmp_path, text, value, problem):
     found = doctor.huge_pages(setting)
     assert found.value == value and ("echo madvise" in found.problem) == problem
     assert doctor.huge_pages(tmp_path / "absent").problem == ""
+
+
+def test_cache_directories_that_cannot_be_used(tmp_path, monkeypatch):
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent" / "far")
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "models").write_text("a file")
+    (tmp_path / "fine" / "models").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for name, named in ("dangling", "No such file"), ("held", "Not a directory"), ("fine/" + "x" * 300, "too long"):
+        found = doctor.cache_finding(tmp_path / name)
+        assert named in found.problem and "PAGEDKV_HOME" in found.problem
+    for name in ("fine", "new", "new/and/deep"):
+        assert doctor.cache_finding(tmp_path / name) == doctor.Finding("model cache", str(tmp_path / name))
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is left behind
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    assert "3.0 MiB of disk is left" in doctor.cache_finding(tmp_path / "fine").problem
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    def write(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(doctor.Path, "write_bytes", write)
+    assert "No space left on device" in doctor.cache_finding(tmp_path).problem and os.listdir(tmp_path) == []
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "limits, value, problem",
+    [
+        ({"memory": 8 * GIB}, "8.0 GiB available", ""),
+        ({"memory": GIB // 2}, "512.0 MiB available", "stop other programs"),
+        ({"memory": 8 * GIB, "control group": 4 * GIB}, "4.0 GiB available, bounded by the control group", ""),
+        ({"memory": 8 * GIB, "control group": GIB // 2}, "512.0 MiB available, bounded by", "raise the control group"),
+        ({"memory": 8 * GIB, "data size limit (ulimit -d)": 4 * GIB}, "4.0 GiB available, bounded", "to unlimited"),
+        ({"memory": 8 * GIB, "address space limit (ulimit -v)": 9 * GIB}, "8.0 GiB available", ""),
+        ({}, "unknown", ""),
+    ],
+)
+def test_memory(limits, value, problem):
+    found = doctor.memory_finding(limits)
+    assert found.value.startswith(value) and (problem in found.problem if problem else found.problem == "")
+    assert found.value.endswith("available") == (len(limits) > 0 and min(limits, key=limits.get) == "memory")
+
+
+def test_a_limit_of_address_space_is_reported(tmp_path):
+    result = subprocess.run(
+        [*command_line.COMMAND, "doctor"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=command_line.environment(),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (GIB, GIB)),
+    )
+    assert result.returncode == 0 and "bounded by the address space limit (ulimit -v)" in result.stdout
+    assert "raise the address space limit" in result.stdout
 
 
 def test_cpu_name(tmp_path):
