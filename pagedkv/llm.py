@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from .core.errors import BadInput, PoolExhausted
 from .core.kvcache import FORMATS, PAGE_TOKENS, PagedKVCache, tile_bytes
-from .engine.checks import INT32_MAX, check_bool, check_choice, check_int, parse_bytes, refuse
+from .engine.checks import INT32_MAX, check_bool, check_choice, check_int, parse_bytes, refuse, shown
 from .engine.engine import LLMEngine, Prompt
 from .engine.memory import DEFAULT_SHARE, available_memory
 from .engine.outputs import RequestOutput
@@ -139,16 +140,29 @@ class LLM:
                 "context": f"c{length}" if any(rope.kind in ("dynamic", "longrope") for rope in config.ropes) else None,
             }
             shape = (config.n_layers, config.n_kv_heads, config.head_dim)
-            if kv_pages is None:
-                page_bytes = config.n_layers * config.n_kv_heads * tile_bytes(kv_format, config.head_dim, page_tokens)
-                kv_pages = _pool_pages(memory, page_bytes, max_num_seqs * -(-length // page_tokens))
-            self.kv = PagedKVCache(
-                *shape,
-                n_pages=kv_pages,
-                format=kv_format,
-                page_tokens=page_tokens,
-                threads=self.model.forward.pool,
-            )
+            page_bytes = config.n_layers * config.n_kv_heads * tile_bytes(kv_format, config.head_dim, page_tokens)
+            if kv_pages is not None:
+                n_pages = kv_pages
+            elif memory is not None:
+                if memory < page_bytes:
+                    raise refuse("kv_memory", kv_memory, f"at least one page of {page_bytes} bytes")
+                n_pages = min(memory // page_bytes, INT32_MAX)
+            else:
+                useful = max_num_seqs * -(-length // page_tokens)
+                n_pages = max(1, min(useful, available_memory() // DEFAULT_SHARE // page_bytes, INT32_MAX))
+            field, value = ("kv_memory", kv_memory) if kv_pages is None else ("kv_pages", kv_pages)
+            try:
+                self.kv = PagedKVCache(
+                    *shape,
+                    n_pages=n_pages,
+                    format=kv_format,
+                    page_tokens=page_tokens,
+                    threads=self.model.forward.pool,
+                )
+            except BadInput as error:
+                raise ValueError(f"{field} must be smaller, not {shown(value)}: {error}") from None
+            except PoolExhausted as error:
+                raise PoolExhausted(f"{error}; {field} sets a smaller pool") from None
             self.engine = LLMEngine(
                 self.model,
                 self.kv,
@@ -275,12 +289,3 @@ def _is_one_prompt(prompts: Any) -> bool:
     if not isinstance(prompts, Sequence):
         raise refuse("prompts", prompts, "a prompt or a list of prompts")
     return len(prompts) > 0 and not isinstance(prompts[0], (str, Mapping, Sequence, np.ndarray))
-
-
-def _pool_pages(memory: int | None, page_bytes: int, useful: int) -> int:
-    """Pages of a pool bounded by `memory` bytes, or else by the machine and by `useful`, the most that can be used."""
-    if memory is None:
-        return int(max(1, min(useful, available_memory() // DEFAULT_SHARE // page_bytes, INT32_MAX)))
-    if memory < page_bytes:
-        raise refuse("kv_memory", memory, f"at least one page of {page_bytes} bytes")
-    return min(memory // page_bytes, INT32_MAX)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import re
 import struct
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from fakes import paged_model
 
 import pagedkv
-from pagedkv import LLM, ModelError, SamplingParams
+from pagedkv import LLM, ModelError, PoolExhausted, SamplingParams
 
 
 @pytest.fixture
@@ -74,6 +75,29 @@ def test_memory_bound(monkeypatch):
         assert llm.kv.n_pages * llm.kv.page_bytes <= 2**20 < (llm.kv.n_pages + 1) * llm.kv.page_bytes
     with pytest.raises(ValueError, match=r"kv_memory must be at least one page of \d+ bytes"):
         fake_llm(monkeypatch, kv_pages=None, kv_memory=100)
+
+
+@pytest.mark.parametrize(
+    "given", [{"kv_memory": "999999TiB"}, {"kv_memory": "65TiB"}, {"kv_memory": 2**62 - 1}, {"kv_pages": 2**31 - 1}]
+)
+def test_a_pool_too_large_is_refused_under_the_name_it_was_given(monkeypatch, given):
+    field, value = next(iter(given.items()))
+    with pytest.raises(ValueError) as caught:
+        fake_llm(monkeypatch, **{"kv_pages": None, **given})
+    assert str(caught.value).startswith(f"{field} must be smaller, not {value!r}: ")
+    assert re.search(r"outside \[1, \d+\]|exceeds \d+ bytes", str(caught.value))  # the bound
+
+
+@pytest.mark.parametrize(
+    "given, field", [({}, "kv_memory"), ({"kv_memory": "1MiB"}, "kv_memory"), ({"kv_pages": 9}, "kv_pages")]
+)
+def test_memory_that_the_system_refuses(monkeypatch, given, field):
+    def refuse(*_, **__):
+        raise PoolExhausted("the system refused memory for 9 pages of 8 bytes")
+
+    monkeypatch.setattr("pagedkv.llm.PagedKVCache", refuse)
+    with pytest.raises(PoolExhausted, match=rf"refused memory for 9 pages of 8 bytes; {field} sets a smaller pool"):
+        fake_llm(monkeypatch, **{"kv_pages": None, **given})
 
 
 def test_default_pool_holds_every_slot_if_memory_allows(monkeypatch):
