@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..core.sampler import Sampler
+from .masks import wait_for_any
 from .outputs import Logprob, TokenLogprobs
 from .request import Branch, Request
 
@@ -60,10 +61,10 @@ class Drawing:
         return found
 
     def wait_late(self) -> bool:
-        """Wait a moment for the mask of a late branch; False if none is late."""
-        for branch in self._late:
-            return branch.mask is not None and (branch.mask.ready(PATIENCE) or True)
-        return False
+        """Wait a moment for the mask of any late branch; False if none is late."""
+        masks = [branch.mask for branch in self._late if branch.mask is not None]
+        wait_for_any(masks, PATIENCE)
+        return bool(masks)
 
     def forget(self, branch: Branch) -> None:
         """The branch's row will be computed again."""

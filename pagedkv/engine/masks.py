@@ -64,12 +64,12 @@ class OutputMask:
         self._workers = workers
         self._sources = sources
         self._vocab_size = vocab_size
-        self._future: Any = None
+        self.future: Any = None
         self.error: str | None = None
 
     def prepare(self, token_ids: list[int]) -> None:
         """Start working out what may follow `token_ids`, the output so far."""
-        self._future = self._workers.submit(self._work, token_ids)
+        self.future = self._workers.submit(self._work, token_ids)
 
     def end(self, token_ids: list[int]) -> tuple[FinishReason, str | None] | None:
         """Why the output ends with `token_ids`, as Branch.finish() takes it: nothing can follow them, or a source
@@ -83,19 +83,15 @@ class OutputMask:
 
     def ready(self, timeout: float = 0.0) -> bool:
         """Whether result() need not wait, after at most `timeout` seconds."""
-        if self._future.done():
-            return True
-        if timeout > 0:
-            from concurrent.futures import wait
-
-            wait([self._future], timeout)
-        return self._future.done()
+        if not self.future.done() and timeout > 0:
+            wait_for_any([self], timeout)
+        return self.future.done()
 
     def result(self) -> np.ndarray | None:
         """The mask that prepare() asked for, as SamplingState.set_mask() takes it. Blocks without the GIL."""
-        failure = self._future.exception()
+        failure = self.future.exception()
         if failure is None:
-            return self._future.result()
+            return self.future.result()
         self.error = f"{type(failure).__name__}: {failure}"
         return np.zeros(self._n_words, np.uint32)
 
@@ -117,3 +113,10 @@ class OutputMask:
             got = f"{mask.dtype} {mask.shape}" if isinstance(mask, np.ndarray) else shown(mask)
             raise ValueError(f"logits_mask.allowed() must return None or uint32 [n >= {self._n_words}], not {got}")
         return mask[: self._n_words].copy()
+
+
+def wait_for_any(masks: Sequence[OutputMask], timeout: float) -> None:
+    """Wait until result() of one of them need not wait, at most `timeout` seconds."""
+    from concurrent.futures import FIRST_COMPLETED, wait
+
+    wait([mask.future for mask in masks], timeout, FIRST_COMPLETED)

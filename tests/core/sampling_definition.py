@@ -29,7 +29,7 @@ def distribution(x, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.
     if top_k:
         weights[top_k:] = 0
     if top_p < 1:
-        enough = np.cumsum(weights) >= top_p * weights.sum()
+        enough = np.append(np.cumsum(weights), np.inf) >= top_p * weights.sum()
         weights[np.argmax(enough) + 1 :] = 0
     if typical_p < 1:
         weights[~typical_set(weights / weights.sum(), typical_p)] = 0

@@ -37,6 +37,20 @@ CUTS = [
     {"min_p": 0.01, "typical_p": 0.8, "temperature": 1.5},
     {"top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.8, "temperature": 1.3},
 ]
+EDGES = [  # the least and the most that SamplingParams takes
+    {"temperature": 1e-6},
+    {"temperature": 1e6},
+    {"top_k": 40},
+    {"top_k": 2**31 - 1},
+    {"top_p": 5e-324},
+    {"top_p": 1 - 2**-53},
+    {"min_p": 5e-324},
+    {"min_p": 1 - 2**-53},
+    {"min_p": 1.0},
+    {"typical_p": 5e-324},
+    {"typical_p": 1 - 2**-53},
+    {"seed": 2**64 - 2, "temperature": 2.0},
+]
 HISTORY = {"prompt": [0, 1, 1, 2, 20], "output": [2, 3, 3, 3, 4, 21, 21]}
 PENALTIES = [
     {"presence": 1.5},
@@ -46,6 +60,11 @@ PENALTIES = [
     {"repetition": 1.8},
     {"repetition": 0.6},
     {"bias": {3: 4.0, 5: -100.0, 0: -1.5}},
+    {"presence": 2.0, "frequency": -2.0},
+    {"presence": -2.0, "frequency": 2.0},
+    {"repetition": 0.01},
+    {"repetition": 100.0},
+    {"bias": {3: 100.0, 5: 100.0, 7: 99.0}},
     {"banned": [1, 9]},
     {"allowed": [*range(0, 40, 3)]},
     {"presence": 0.5, "frequency": 0.3, "repetition": 1.3, "bias": {7: 2.0}, "banned": [9], "allowed": [*range(2, 30)]},
@@ -101,6 +120,21 @@ def test_penalties_bias_and_bans(changes, cuts):
 
     x = adjusted(logits, **HISTORY, **changes)
     refuse_unlikely(draws(logits, state_of), probabilities(x, **cuts) * DRAWS)
+
+
+@pytest.mark.parametrize("cuts", EDGES, ids=str)
+def test_edges_are_exact(cuts):
+    """At its edges, too, a parameter does what its definition says, on logits far apart and with ties."""
+    cuts = dict(cuts)
+    first = cuts.pop("seed", 0)
+    logits = logits_of(40)
+    logits[[4, 9]] = logits.max()
+    logits[17] = -np.inf
+    ties = "typical_p" in cuts  # which of equal candidates are typical is tested apart
+    logits[4] -= 0.01 * ties
+    logits[logits.argmax()] += 0.01 * ties
+    seen = draws(logits, lambda seed: SamplingState(40, seed=(first + seed) % 2**64, **cuts))
+    refuse_unlikely(seen, probabilities(logits, **cuts) * DRAWS)
 
 
 def test_positions_and_outputs_are_as_good_as_seeds():

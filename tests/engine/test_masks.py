@@ -222,6 +222,24 @@ def test_a_slow_mask_holds_up_its_own_request_alone(after, n):
     assert engine.stats()["pages_in_use"] == 0 and engine.kv.check() == []
 
 
+def test_a_late_request_does_not_wait_for_another_late_one():
+    engine, slow, other = make_engine(), Slow(1), Slow(1)
+    params = [SamplingParams(seed=i, max_tokens=5, ignore_eos=True, logits_mask=[slow, other][i]) for i in range(2)]
+    for i in range(2):
+        engine.add_request([5, 6 + i], params[i], request_id=str(i))
+    done = {}
+    steps_until(engine, done, lambda: len(engine.drawing._late) == 2)
+    other.go.set()
+    steps_until(engine, done, lambda: "1" in done)
+    assert "0" not in done
+    slow.go.set()
+    steps_until(engine, done, lambda: not engine.has_unfinished())
+    for i in range(2):
+        assert (
+            done[str(i)].outputs[0].token_ids == expected_output(engine.model, [5, 6 + i], params[i], 0, 64).token_ids
+        )
+
+
 def test_late_and_preempted_and_computed_again():
     """While its mask is worked out, a branch loses its pages, waits, and is computed anew, to the same token."""
     engine = make_engine(n_pages=5)

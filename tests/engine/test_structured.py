@@ -1,5 +1,6 @@
 """Structured output on a tiny model whose tokens are bytes: masks, ends, refusals, and parity with a solo run."""
 
+import asyncio
 import functools
 import json
 import re
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from fakes import FakeKV, fake_model
 
+from pagedkv import AsyncEngine
 from pagedkv.core.sampler import Sampler
 from pagedkv.core.sampling_state import SamplingState
 from pagedkv.engine.engine import LLMEngine
@@ -427,3 +429,26 @@ def test_the_table_of_tokens_is_made_once_by_whichever_thread_comes_first():
     for thread in threads:
         thread.join()
     assert len({id(each) for each in found}) == 1
+
+
+def test_a_coroutine_waits_for_its_grammar_beside_the_event_loop():
+    engine = make_engine()
+    threads, prepare = [], engine.prepare
+
+    def watched(*arguments, **options):
+        threads.append(threading.current_thread())
+        return prepare(*arguments, **options)
+
+    engine.prepare = watched
+    params = SamplingParams(seed=4, max_tokens=150, structured_outputs=make({"json": PERSON}))
+
+    async def main():
+        async with AsyncEngine(engine) as stream_engine:
+            outputs = [output async for output in stream_engine.generate([66, 67], params)]
+            with pytest.raises(ValueError, match=r"structured_outputs\.regex cannot be followed"):
+                await stream_engine.submit([66], SamplingParams(structured_outputs=make({"regex": "("})))
+            return outputs[-1].outputs[0]
+
+    done = asyncio.run(main())
+    assert done.text == generate({"json": PERSON}, seed=4).text and done.finish_reason == "stop"
+    assert len(threads) == 2 and threading.current_thread() not in threads
