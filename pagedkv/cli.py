@@ -57,6 +57,35 @@ _threads = click.option(
 )
 
 
+def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    from pagedkv.engine.checks import parse_bytes
+
+    if value is None:
+        return None
+    try:
+        return parse_bytes(parameter.opts[0], int(value) if value.isdigit() else value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_kv_format = click.option(
+    "--kv-format", type=click.Choice(KV_FORMATS), default="f16", show_default=True, help="Format of K and V."
+)
+_kv_memory = click.option(
+    "--kv-memory",
+    callback=_bytes,
+    metavar="B",
+    help="Size of the KV pool, such as 2GiB.  [default: a quarter of the available memory]",
+)
+_activations = click.option(
+    "--activations",
+    type=click.Choice(["int8", "int12"]),
+    default="int8",
+    show_default=True,
+    help="int12 is more exact and slower.",
+)
+
+
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
@@ -83,7 +112,9 @@ def _command(function: Callable[..., Any]) -> click.Command:
 @click.option("--top-p", type=float, default=1.0, show_default=True, metavar="P", help="Sample from this share.")
 @click.option("--seed", type=int, metavar="S", help="Same seed, same text.  [default: a fresh one each time]")
 @_threads
-@click.option("--kv-format", type=click.Choice(KV_FORMATS), default="f16", show_default=True, help="Format of K and V.")
+@_kv_format
+@_kv_memory
+@_activations
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each prompt.")
 def generate(
     model: str,
@@ -93,9 +124,8 @@ def generate(
     top_k: int,
     top_p: float,
     seed: int | None,
-    threads: int | None,
-    kv_format: str,
     as_json: bool,
+    **llm_options: Any,
 ) -> None:
     """Continue prompts: from --prompt, or from standard input, one a line. Streams the text of a single one."""
     from pagedkv.commands import generate
@@ -103,32 +133,24 @@ def generate(
 
     try:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        generate.check_prompts(prompts)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if not prompts and sys.stdin.isatty():
         raise click.UsageError("no prompt: give --prompt, or prompts on standard input, one a line")
-    generate.run(model, list(prompts), params, threads=threads, kv_format=kv_format, as_json=as_json)
+    generate.run(model, list(prompts), params, as_json=as_json, llm_options=llm_options)
 
 
 @_command
 @_model
+@_kv_memory
+@_activations
 @click.pass_context
-def chat(context: click.Context, model: str) -> None:
+def chat(context: click.Context, model: str, **llm_options: Any) -> None:
     """Talk with a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."""
     from pagedkv.commands import chat
 
-    context.exit(0 if chat.run(model) else 1)
-
-
-def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    from pagedkv.engine.checks import parse_bytes
-
-    if value is None:
-        return None
-    try:
-        return parse_bytes(parameter.opts[0], int(value) if value.isdigit() else value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+    context.exit(0 if chat.run(model, llm_options) else 1)
 
 
 _COUNT = click.IntRange(1, 1 << 20)
@@ -153,8 +175,8 @@ _FILE = click.Path(exists=True, dir_okay=False)
               help="Seconds for running requests to finish.")  # fmt: skip
 @click.option("--access-log", is_flag=True, help="A line for each request.")
 @_threads
-@click.option("--kv-format", type=click.Choice(KV_FORMATS), default="f16", show_default=True, help="Format of K and V.")
-@click.option("--kv-memory", callback=_bytes, metavar="B", help="Size of the KV pool, such as 2GiB.")
+@_kv_format
+@_kv_memory
 @click.option("--kv-pages", type=click.IntRange(1), metavar="N", help="The same in pages.")
 @click.option("--page-tokens", type=click.Choice(["16", "32", "64", "128", "256"]), default="16", show_default=True)
 @click.option("--max-model-len", type=click.IntRange(1), metavar="N", help="Tokens of prompt and output together.")
@@ -162,8 +184,8 @@ _FILE = click.Path(exists=True, dir_okay=False)
               help="Outputs computed at a time.")  # fmt: skip
 @click.option("--max-num-batched-tokens", type=_COUNT, default=512, show_default=True, metavar="N")
 @click.option("--no-prefix-caching", is_flag=True, help="Compute equal beginnings each time.")
-@click.option("--quantization", metavar="T", help="Convert float weights to this type.")
-@click.option("--activations", type=click.Choice(["int8", "int12"]), default="int8", show_default=True)
+@click.option("--quantization", type=click.Choice(["q8_0"]), help="Convert float weights to this type.")
+@_activations
 def serve(
     model: str,
     host: str,
@@ -186,6 +208,12 @@ def serve(
     """Serve a model over HTTP, as the OpenAI API does. Ctrl-C lets running requests finish, a second one does not."""
     from pagedkv.commands import serve
 
+    try:
+        serve.check_keys(keys)
+    except ValueError as error:
+        raise click.UsageError(f"--api-key: {error}") from None
+    if llm_options["kv_memory"] is not None and llm_options["kv_pages"] is not None:
+        raise click.UsageError("--kv-memory and --kv-pages both bound the pool: give one of them")
     serve.run(
         model,
         host=host,
@@ -217,6 +245,7 @@ def serve(
 @click.option("--prompt-tokens", type=click.IntRange(1, 1 << 20), default=128, show_default=True, metavar="N")
 @click.option("--gen-tokens", type=click.IntRange(1, 1 << 20), default=64, show_default=True, metavar="N")
 @click.option("--batch", default="1,8,32", show_default=True, callback=_batch_sizes, metavar="B,...", help="Sizes.")
+@_activations
 @click.option("--profile", is_flag=True, help="Show how the time divides among the operations of a step.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each batch size, all samples kept.")
 def bench(
@@ -225,6 +254,7 @@ def bench(
     prompt_tokens: int,
     gen_tokens: int,
     batch: list[int],
+    activations: str,
     profile: bool,
     as_json: bool,
 ) -> None:
@@ -237,6 +267,7 @@ def bench(
         prompt_tokens=prompt_tokens,
         gen_tokens=gen_tokens,
         batches=batch,
+        activations=activations,
         with_profile=profile,
         as_json=as_json,
     )

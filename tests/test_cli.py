@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -42,9 +43,7 @@ def one_line(result, status=1):
 
 
 def test_greedy_continuation(pagedkv_command, smollm2_path):
-    result = pagedkv_command(
-        "generate", "--prompt", "The capital of France is", "--max-tokens", 8, "--temperature", 0
-    )
+    result = pagedkv_command("generate", "--prompt", "The capital of France is", "--max-tokens", 8, "--temperature", 0)
     assert result.returncode == 0 and result.stderr == ""
     assert "Paris" in result.stdout and result.stdout.endswith("\n")
 
@@ -115,10 +114,34 @@ def test_kv_format_reaches_the_cache(pagedkv_command, smollm2_path):
     assert texts["f32"] != texts["int8"]
 
 
+def test_pool_and_activations_reach_the_model(pagedkv_command, smollm2_path):
+    options = ["generate", "--prompt", " a b c d" * 20, "--max-tokens", 60, "--temperature", 0]
+    line = one_line(pagedkv_command(*options, "--kv-memory", "1MiB"))  # two pages of 16 tokens
+    assert "needs room for" in line and "32" in line
+    assert "kv_memory must be at least one page" in one_line(pagedkv_command(*options, "--kv-memory", "100KiB"))
+    assert "kv_memory must be" in one_line(pagedkv_command("generate", "--prompt", "x", "--kv-memory", "999999TiB"))
+    chat = pagedkv_command("chat", "--kv-memory", "1MiB", stdin="/stats\n")
+    assert chat.returncode == 0 and "of 2 KV pages" in chat.stdout
+    options = ["generate", "--prompt", "Seven wonders", "--max-tokens", 48, "--seed", 1, "--temperature", 1]
+    texts = {kind: pagedkv_command(*options, "--activations", kind).stdout for kind in ("int8", "int12")}
+    assert texts["int8"] != texts["int12"]
+
+
+def test_the_default_pool_fits_a_limit_of_address_space(smollm2_path, tmp_path):
+    for limit in (1 << 30, 3 << 29, 4 << 30):
+        result = subprocess.run(
+            [*command_line.COMMAND, "generate", "--prompt", "The capital of France is", "--temperature", "0"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=command_line.environment(PAGEDKV_THREADS="2"),
+            preexec_fn=lambda limit=limit: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        )
+        assert (result.returncode, result.stderr) == (0, "") and "Paris" in result.stdout
+
+
 def test_several_prompts_without_json(pagedkv_command, smollm2_path):
-    result = pagedkv_command(
-        "generate", "--prompt", "Red", "--prompt", "Blue", "--max-tokens", 3, "--temperature", 0
-    )
+    result = pagedkv_command("generate", "--prompt", "Red", "--prompt", "Blue", "--max-tokens", 3, "--temperature", 0)
     red, blue = result.stdout.index("Red"), result.stdout.index("Blue")
     assert result.returncode == 0 and red < blue
 
@@ -179,14 +202,23 @@ def test_prompt_longer_than_the_context_names_both_numbers(pagedkv_command, smol
 
 
 def test_empty_prompts(pagedkv_command):
-    assert "prompt 1 of 1 is empty" in one_line(pagedkv_command("generate", "--prompt", ""))
-    assert "prompt 2 of 3 is empty" in one_line(pagedkv_command("generate", stdin="a\n\nb\n"))
+    """An option is wrong usage, a line of a file bad input; neither is skipped, and nothing is computed before."""
+    for options in ([], ["--json"]):
+        line = one_line(pagedkv_command("generate", "--prompt", "", "--model", "absent.gguf", *options), status=2)
+        assert "prompt 1 of 1 is empty" in line
+        line = one_line(pagedkv_command("generate", "--model", "absent.gguf", *options, stdin="a\n\nb\n"))
+        assert line == "pagedkv: line 2 of standard input is empty\n"
+        line = one_line(pagedkv_command("generate", "--model", "absent.gguf", *options, stdin="a\r\nb\r\n\r\n"))
+        assert line == "pagedkv: line 3 of standard input is empty\n"
     assert "standard input is empty" in one_line(pagedkv_command("generate", stdin=""))
 
 
 @pytest.mark.parametrize("utf8_mode", ["0", "1"])
 def test_prompt_that_is_not_text(tmp_path, utf8_mode):
-    for arguments, stdin in ([], b"fine\ncaf\xe9\n"), (["--prompt", b"fine", "--prompt", b"caf\xe9"], b""):
+    for arguments, stdin, status, told in (
+        ([], b"fine\ncaf\xe9\n", 1, "line 2 of standard input"),
+        (["--prompt", b"fine", "--prompt", b"caf\xe9"], b"", 2, "prompt 2 of 2"),
+    ):
         result = subprocess.run(
             [*command_line.COMMAND, "generate", *arguments],
             input=stdin,
@@ -194,8 +226,8 @@ def test_prompt_that_is_not_text(tmp_path, utf8_mode):
             cwd=tmp_path,
             env=command_line.environment(PYTHONUTF8=utf8_mode, LC_ALL="C.UTF-8"),
         )
-        assert result.returncode == 1
-        assert result.stderr == b"pagedkv: prompt 2 of 2 is not text: byte 0xe9 at index 3\n"
+        assert result.returncode == status and result.stderr.count(b"\n") == 1
+        assert f"{told} is not text: byte 0xe9 at index 3".encode() in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -210,6 +242,12 @@ def test_prompt_that_is_not_text(tmp_path, utf8_mode):
         (["generate", "--prompt", "x", "--seed", "-1"], ["seed", "-1"]),
         (["generate", "--prompt", "x", "--threads", "0"], ["threads", "0"]),
         (["generate", "--prompt", "x", "--kv-format", "f64"], ["kv-format", "f64", "int8"]),
+        (["generate", "--prompt", "x", "--kv-memory", "lots"], ["kv-memory", "lots", "512MiB"]),
+        (["chat", "--kv-memory", "0"], ["kv-memory", "0"]),
+        (["bench", "--activations", "f32"], ["activations", "f32", "int12"]),
+        (["serve", "--api-key", "a b"], ["api-key", "printable"]),
+        (["serve", "--quantization", "q9"], ["quantization", "q9", "q8_0"]),
+        (["generate", "--prompt", ""], ["prompt 1 of 1", "empty"]),
         (["generate", "--porridge"], ["--porridge"]),
         (["generate", "x"], ["x"]),
         (["bench", "--batch", "1,zero"], ["batch", "1,zero"]),
@@ -410,9 +448,10 @@ def test_without_a_command_help_goes_to_standard_error(pagedkv_command):
 
 def test_options_of_each_command():
     expected = {
-        "generate": "model prompts max_tokens temperature top_k top_p seed threads kv_format as_json debug",
-        "chat": "model debug",
-        "bench": "model threads prompt_tokens gen_tokens batch profile as_json debug",
+        "generate": "model prompts max_tokens temperature top_k top_p seed threads kv_format kv_memory activations "
+        "as_json debug",
+        "chat": "model kv_memory activations debug",
+        "bench": "model threads prompt_tokens gen_tokens batch activations profile as_json debug",
         "serve": "model host port keys key_file names max_body max_queue max_prompts max_n max_logprobs origins "
         "shutdown_timeout access_log threads kv_format kv_memory kv_pages page_tokens max_model_len max_num_seqs "
         "max_num_batched_tokens no_prefix_caching quantization activations debug",

@@ -31,6 +31,7 @@ def run(
     prompt_tokens: int,
     gen_tokens: int,
     batches: list[int],
+    activations: str,
     with_profile: bool,
     as_json: bool,
 ) -> None:
@@ -38,12 +39,13 @@ def run(
 
     ValueError when prompt_tokens and gen_tokens do not fit the model's context.
     """
-    with load(model, threads, prompt_tokens, gen_tokens, max(batches)) as llm:
+    with load(model, threads, prompt_tokens, gen_tokens, max(batches), activations=activations) as llm:
         head = {
             "isa": llm.engine.stats()["isa"],
             "threads": llm.engine.stats()["threads"],
             "model": Path(model).name,
             "kv_format": KV_FORMAT,
+            "activations": activations,
             "commit": commit(),
         }
         if not as_json:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagedkv.commands.generate import NOT_TEXT, Completion, failure, speed_line
 from pagedkv.commands.terminal import shown_safely
@@ -30,12 +30,12 @@ MAX_ANSWER = 1024  # tokens, for models that do not find an end
 TEMPERATURE, TOP_P = 0.7, 0.95
 
 
-def run(model: str) -> bool:
-    """Load the model and talk until the input ends; whether every answer could be computed. ValueError for a model
-    without a chat template."""
+def run(model: str, llm_options: dict[str, Any]) -> bool:
+    """Load the model and talk until the input ends; whether every answer could be computed. llm_options: of LLM.
+    ValueError for a model without a chat template."""
     from pagedkv.llm import LLM
 
-    with LLM(model, max_num_seqs=1) as llm:
+    with LLM(model, max_num_seqs=1, **llm_options) as llm:
         if not llm.tokenizer.has_chat_template:
             raise ValueError(f"{model}: the model has no chat template; use 'pagedkv generate'")
         chat = Chat(llm)

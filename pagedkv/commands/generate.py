@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,21 +46,21 @@ class Completion:
 
 
 def run(
-    model: str, prompts: list[str], params: "SamplingParams", *, threads: int | None, kv_format: str, as_json: bool
+    model: str, prompts: list[str], params: "SamplingParams", *, as_json: bool, llm_options: dict[str, Any]
 ) -> None:
-    """Print what the model writes. No prompts: the lines of standard input are. ValueError for an empty one.
-    OutputFailed, once all others are printed, for what could not be computed."""
-    prompts = prompts or read_prompts()
-    for i, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise ValueError(f"prompt {i} of {len(prompts)} is empty")
-        if escaped := NOT_TEXT.search(prompt):
-            byte = ord(escaped[0]) - 0xDC00
-            raise ValueError(f"prompt {i} of {len(prompts)} is not text: byte {byte:#04x} at index {escaped.start()}")
+    """Print what the model writes. No prompts: the lines of standard input are. llm_options: of LLM.
+
+    ValueError, before the model is loaded, for a line that is empty or no text; it is not skipped, so that line n of
+    the output belongs to line n of the input. OutputFailed, once all others are printed, for what could not be
+    computed.
+    """
+    if not prompts:
+        prompts = read_prompts()
+        check_prompts(prompts, "line {i} of standard input")
 
     from pagedkv.llm import LLM
 
-    with LLM(model, threads=threads, kv_format=kv_format) as llm:
+    with LLM(model, **llm_options) as llm:
         if len(prompts) == 1 and not as_json:
             _stream(llm, prompts[0], params)
             return
@@ -74,6 +74,17 @@ def run(
                 print(shown_safely(f"{completion.output.prompt}{completion.output.outputs[0].text}\n"), flush=True)
         if failed:
             raise OutputFailed(failed[0] + (f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""))
+
+
+def check_prompts(prompts: Sequence[str], named: str = "prompt {i} of {n}") -> None:
+    """ValueError for a prompt that is empty or no text. named: what its number i of n is called."""
+    for i, prompt in enumerate(prompts, 1):
+        name = named.format(i=i, n=len(prompts))
+        if not prompt:
+            raise ValueError(f"{name} is empty")
+        if escaped := NOT_TEXT.search(prompt):
+            byte = ord(escaped[0]) - 0xDC00
+            raise ValueError(f"{name} is not text: byte {byte:#04x} at index {escaped.start()}")
 
 
 def failure(output: "RequestOutput | None") -> str:

@@ -69,10 +69,15 @@ def api_keys(given: Sequence[str], file: str | None, environment: str | None) ->
             raise ValueError(f"--api-key-file: {file} holds no key")
         found += lines
     found += (environment or "").split()
-    for key in found:
+    check_keys(found)
+    return tuple(dict.fromkeys(found))
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """ValueError, which does not show the key, for one that cannot be sent."""
+    for key in keys:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise ValueError("an API key must be printable ASCII without spaces, and is not")
-    return tuple(dict.fromkeys(found))
 
 
 def _listen(host: str, port: int) -> socket.socket:

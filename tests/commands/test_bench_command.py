@@ -18,7 +18,7 @@ def test_json_rows(pagedkv_command, smollm2_path):
     assert [row["batch"] for row in rows] == [1, 2]
     for row in rows:
         measured = {"batch", "prompt_tokens", "gen_tokens", "prefill_tps", "decode_tps", "ttft_ms", "samples"}
-        assert set(row) == measured | {"isa", "threads", "model", "kv_format", "commit"}
+        assert set(row) == measured | {"isa", "threads", "model", "kv_format", "activations", "commit"}
         assert (row["prompt_tokens"], row["gen_tokens"], row["threads"]) == (6, 3, 1)
         assert row["model"] == smollm2_path.name  # not where it lies
         for name in ("prefill_tps", "decode_tps", "ttft_ms"):

@@ -129,13 +129,13 @@ def test_failures_are_one_line(pagedkv_command, tmp_path, tiny_path):
         (["--model", "absent.gguf", "--port", 0], 1, "absent.gguf"),
         (["--port", port], 1, f"127.0.0.1:{port}"),
         (["--host", "no.such.host.invalid", "--port", 0], 1, "no.such.host.invalid"),
-        (["--api-key", "a b"], 1, "API key"),
+        (["--api-key", "a b"], 2, "API key"),
         (["--port", 70000], 2, "--port"),
         (["--max-body", "much"], 2, "--max-body"),
         (["--kv-memory", "-1"], 2, "--kv-memory"),
         (["--max-n", 0], 2, "--max-n"),
         (["--api-key-file", tmp_path / "absent"], 2, "--api-key-file"),
-        (["--model", tiny_path, "--kv-memory", "1MiB", "--kv-pages", 3, "--port", 0], 1, "kv_pages"),
+        (["--model", tiny_path, "--kv-memory", "1MiB", "--kv-pages", 3, "--port", 0], 2, "--kv-pages"),
     ):
         result = pagedkv_command("serve", *options)
         assert result.returncode == status, (options, result)
