@@ -67,8 +67,8 @@ class Live:
         """{name with labels: value} of /metrics, without the model's name."""
         lines = self.http.get("/metrics").text.splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
-        own = f'model_name="{self.service.names[0]}"'
-        return {re.sub(r",?" + re.escape(own) + r",?", "", name).replace("{}", ""): float(value) for name, value in pairs}
+        own = ",?" + re.escape(f'model_name="{self.service.names[0]}"') + ",?"
+        return {re.sub(own, "", name).replace("{}", ""): float(value) for name, value in pairs}
 
     def wait_idle(self, seconds=120):
         """Wait until nothing runs or waits, and return the engine's counters."""

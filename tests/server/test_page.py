@@ -161,7 +161,8 @@ def test_failures_are_told(browser, crowded, pieces, status, told, kept):
 def test_events_are_cut_anywhere(browser, crowded):
     """Every way to cut a stream in two, and byte by byte: the same events."""
     browser.open(crowded.url)
-    stream = 'data: {"a": 1}\r\n\r\n: comment\ndata:first\r\ndata: second\r\n\r\nevent: x\nid: 3\rdata: \u4e16\r\rdata: [DONE]\n\n'
+    stream = 'data: {"a": 1}\r\n\r\n: comment\ndata:first\r\ndata: second\r\n\r\n'
+    stream += "event: x\nid: 3\rdata: \u4e16\r\rdata: [DONE]\n\n"
     found = browser.module(
         "api.js",
         """
