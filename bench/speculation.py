@@ -1,4 +1,4 @@
-"""Decode speed with prompt lookup against plain decoding: the same prompts in turns, A B A B, with equal outputs.
+"""Decode speed with prompt lookup against plain decoding: the same prompts in turns, A B B A, with equal outputs.
 
     python bench/speculation.py
     python bench/speculation.py --clock cpu     # one thread's processor time, for a machine that is not quiet
@@ -101,15 +101,18 @@ def measure(plain: LLM, guessing: LLM, work: Workload, rounds: int, clock: Calla
     speeds: dict[str, list[float]] = {"plain": [], "guessing": []}
     batches = [list(work.prompts[i : i + work.batch]) for i in range(0, len(work.prompts), work.batch)]
     before = guessing.engine.stats()
+    turns = [("plain", plain), ("guessing", guessing)]
     for _ in range(rounds):
         spent = {"plain": 0.0, "guessing": 0.0}
         for prompts in batches:
-            expected, seconds = answer(plain, prompts, work, clock)
-            found, other = answer(guessing, prompts, work, clock)
-            if expected != found:
+            outputs = []
+            for name, llm in turns:
+                found, seconds = answer(llm, prompts, work, clock)
+                spent[name] += seconds
+                outputs.append(found)
+            if outputs[0] != outputs[1]:
                 raise RuntimeError(f"{work.name}: outputs differ")
-            spent["plain"] += seconds
-            spent["guessing"] += other
+        turns.reverse()
         for name, seconds in spent.items():
             speeds[name].append(len(batches) / seconds)
     after = guessing.engine.stats()
@@ -137,7 +140,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="catalogue name or GGUF file")
     parser.add_argument("--threads", type=int, help="default: what the machine grants")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, of one thread")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", help="workloads whose name begins with this")
     parser.add_argument("--num-speculative-tokens", type=int, default=8)
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="directory of the results")

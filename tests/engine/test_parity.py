@@ -249,7 +249,7 @@ def test_random_traffic_equals_solo_runs(part):
         totals.update({name: value for name, value in run.engine.stats().items() if isinstance(value, int)})
         if n_done >= REQUESTS / PARTS:
             break
-    if not SEED:  # the runs reach what they are for
+    if not SEED and REQUESTS >= 4000:  # the runs reach what they are for
         assert totals["preemptions"] > n_done / 50
         assert totals["prefix_hit_tokens"] > n_done
         assert totals["spec_accepted_tokens"] > n_done / 20
