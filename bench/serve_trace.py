@@ -107,13 +107,15 @@ def measure_prefix(open_llm: Callable[..., LLM], vocabulary: list[int], options:
     }
 
 
-def gaps_of(llm: LLM, vocabulary: list[int], options: argparse.Namespace, paced: bool) -> tuple[list[float], float]:
-    """Gaps between outputs of the readers while prompts of long_tokens arrive one after another, and the longest time
-    from a long prompt's arrival to its first token."""
+def gaps_of(
+    llm: LLM, vocabulary: list[int], options: argparse.Namespace, paced: bool
+) -> tuple[list[float], list[float]]:
+    """Gaps between tokens of readers, who run until the last of the long prompts, one at a time, has its answer; and
+    what each of those waited for it."""
     engine, clock = llm.engine, options.clock
     engine.scheduler.paced = paced
     draw = random.Random(f"gaps {options.seed}")
-    reader = SamplingParams(temperature=0, max_tokens=options.reader_tokens, ignore_eos=True)
+    reader = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     readers = {
         engine.add_request({"prompt_token_ids": draw.choices(vocabulary, k=64)}, reader) for _ in range(options.readers)
@@ -121,32 +123,29 @@ def gaps_of(llm: LLM, vocabulary: list[int], options: argparse.Namespace, paced:
     last: dict[str, float] = {}
     gaps: list[float] = []
     waits: list[float] = []
-    arrived: dict[str, float] = {}
-    step = 0
-    while readers:
-        if len(last) == options.readers and step % options.every == 0 and len(arrived) == 0:
-            name = engine.add_request({"prompt_token_ids": draw.choices(vocabulary, k=options.long_tokens)}, once)
-            arrived[name] = clock()
+    long, arrived, idle = "", 0.0, 0
+    while len(waits) < options.long_prompts:
+        if not long and len(last) == options.readers:
+            idle += 1
+            if idle > options.every:
+                arrived, idle = clock(), 0
+                long = engine.add_request({"prompt_token_ids": draw.choices(vocabulary, k=options.long_tokens)}, once)
         outputs = engine.step()
         now = clock()
         for output in outputs:
-            name = output.request_id
-            if name in arrived:
-                waits.append(now - arrived.pop(name))
-            elif name in readers:
-                if name in last:
-                    gaps.append(now - last[name])
-                last[name] = now
-                if output.finished:
-                    readers.discard(name)
-        step += 1
-    for name in list(arrived):
+            if output.request_id == long:
+                waits.append(now - arrived)
+                long = ""
+            else:
+                if output.request_id in last:
+                    gaps.append(now - last[output.request_id])
+                last[output.request_id] = now
+    for name in readers:
         engine.abort(name)
-        waits.append(clock() - arrived[name])
     while engine.has_unfinished():
         engine.step()
     engine.scheduler.paced = True
-    return gaps, max(waits)
+    return gaps, waits
 
 
 def measure_gaps(open_llm: Callable[..., LLM], vocabulary: list[int], options: argparse.Namespace) -> dict[str, Any]:
@@ -154,24 +153,24 @@ def measure_gaps(open_llm: Callable[..., LLM], vocabulary: list[int], options: a
     row: dict[str, Any] = {
         "part": "gaps",
         "readers": options.readers,
-        "reader_tokens": options.reader_tokens,
+        "long_prompts": options.long_prompts,
         "long_tokens": options.long_tokens,
         "unit": "ms",
     }
     with open_llm(enable_prefix_caching=False) as llm:
         for name, paced in (("bounded", True), ("unbounded", False)):
-            gaps, wait = gaps_of(llm, vocabulary, options, paced)
+            gaps, waits = gaps_of(llm, vocabulary, options, paced)
             p50, p99 = statistics.median(gaps), statistics.quantiles(gaps, n=100)[98]
             row[name] = {
                 "p50": round(p50 * 1e3, 2),
                 "p99": round(p99 * 1e3, 2),
                 "max": round(max(gaps) * 1e3, 2),
                 "p99_of_median": round(p99 / p50, 2),
-                "longest_prefill_s": round(wait, 2),
+                "waits_s": [round(wait, 2) for wait in waits],
                 "gaps": len(gaps),
             }
             print(f"gaps, {name}: p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms, {p99 / p50:.2f} x; "
-                  f"a prompt of {options.long_tokens} took {wait:.1f} s at most")  # fmt: skip
+                  f"a prompt of {options.long_tokens} took {max(waits):.1f} s at most")  # fmt: skip
     return row
 
 
@@ -229,9 +228,9 @@ def main() -> None:
     parser.add_argument("--concurrent", type=int, default=64, help="requests on the way at a time")
     parser.add_argument("--slices", type=int, default=10, help="turns in which the trace is replayed")
     parser.add_argument("--readers", type=int, default=16, help="running requests whose gaps are measured")
-    parser.add_argument("--reader-tokens", type=int, default=250, help="new tokens of each of them")
+    parser.add_argument("--long-prompts", type=int, default=3, help="how many long prompts arrive, one at a time")
     parser.add_argument("--long-tokens", type=int, default=4000, help="tokens of the prompts that arrive beside them")
-    parser.add_argument("--every", type=int, default=40, help="steps after which another may arrive, one at a time")
+    parser.add_argument("--every", type=int, default=40, help="steps of decoding alone before each of them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=results.RESULTS, help="directory of the results")
     options = parser.parse_args()
@@ -244,7 +243,7 @@ def main() -> None:
 
     def open_llm(**settings: Any) -> LLM:
         longest = max(options.long_tokens + 16, 1024)
-        pages = options.concurrent * 40 + -(-longest // 16) + options.readers * -(-options.reader_tokens // 16)
+        pages = options.concurrent * 40 + -(-longest // 16) + options.readers * 150
         return LLM(options.model, threads=options.threads, max_num_seqs=options.concurrent, kv_pages=pages, **settings)
 
     with open_llm() as llm:

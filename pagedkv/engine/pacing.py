@@ -8,19 +8,18 @@ STEP_ROWS rows more than its rows do, for reading the weights.
 import math
 
 STEP_ROWS = 6  # rows whose arithmetic takes as long as reading all weights once
-CONTEXT_PER_WIDTH = 1.7  # tokens of context that cost as much as a row's matrices, in model widths
 STRETCH = (3, 2)  # work beside the decodes, as a fraction of what the decodes cost alone
 
 
 class Pacing:
     """The cost of rows, and what a step may spend beside its decodes.
 
-    width: values in all query heads of a layer; attention costs a model of that width as much as its matrices after
-    1.7 * width tokens, because both grow with the number of layers. Immutable.
+    width: values in all query heads of a layer. Attention over that many tokens costs about as much as the matrices of
+    a row: it has a fifth of the arithmetic of theirs, in floats instead of bytes. Immutable.
     """
 
     def __init__(self, width: int = 576) -> None:
-        self.context_per_row = max(1, int(width * CONTEXT_PER_WIDTH))
+        self.context_per_row = max(1, width)
 
     def rows(self, start: int, n: int) -> int:
         """Cost of the n rows at positions [start, start + n)."""
