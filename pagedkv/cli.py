@@ -150,7 +150,8 @@ def chat(context: click.Context, model: str, **llm_options: Any) -> None:
     """Talk with a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."""
     from pagedkv.commands import chat
 
-    context.exit(0 if chat.run(model, llm_options) else 1)
+    if not chat.run(model, llm_options):
+        context.exit(1)
 
 
 _COUNT = click.IntRange(1, 1 << 20)

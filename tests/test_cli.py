@@ -6,6 +6,9 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import command_line
 import pytest
@@ -395,11 +398,18 @@ def test_reader_that_goes_away(smollm2_path, tmp_path):
     assert process.stderr.read() == b""
 
 
-def test_full_disk_is_told(smollm2_path, tmp_path):
+@pytest.mark.parametrize(
+    "words, typed",
+    [("info", ""), ("generate --max-tokens 2 --prompt x --model", ""), ("chat --model", "/help\n"), ("pull", "")],
+)
+def test_full_disk_is_told(smollm2_path, tmp_path, words, typed):
+    model = "smollm2-135m-instruct" if words == "pull" else smollm2_path
     with open("/dev/full", "w") as full:
-        process = command_line.start(tmp_path, "info", smollm2_path, stdout=full, stderr=subprocess.PIPE)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and errors.count(b"\n") == 1 and b"space" in errors
+        process = command_line.start(
+            tmp_path, *words.split(), model, stdin=subprocess.PIPE, stdout=full, stderr=subprocess.PIPE
+        )
+        _, errors = process.communicate(typed.encode(), timeout=60)
+    assert process.returncode == 1 and errors.count(b"\n") == 1 and b"No space left on device" in errors
 
 
 def test_progress_bars_only_on_a_terminal(smollm2_path, tmp_path):
@@ -439,6 +449,11 @@ def test_version_and_help():
     assert runner.invoke(cli.cli, ["--version"], obj=None).output.startswith("pagedkv ")
     shown = runner.invoke(cli.cli, ["--help"]).output
     assert all(name in shown for name in ("generate", "chat", "serve", "bench", "pull", "info", "doctor"))
+
+
+def test_the_installed_command_is_the_entry_point_that_hears_interrupts():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert EntryPoint("pagedkv", project["scripts"]["pagedkv"], "console_scripts").load() is entry.main
 
 
 def test_without_a_command_help_goes_to_standard_error(pagedkv_command):
