@@ -18,14 +18,15 @@ CORE_LAYERS = [
     {"arena", "attention", "probe", "sampler"},
     {"sequence", "check", "page_map", "typed"},
     {"prefix", "kvcache"},
-    {"operations", "capi"},
+    {"operations", "capi", "layer"},
+    {"experts"},
     {"forward"},
 ]
 # The page side of the core knows nothing of kernels and threads.
 PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "page_map", "prefix"}
 ARITHMETIC = {
     "_kernels", "quants", "matmul", "attention", "sampling_state", "sampler", "probe", "typed", "kvcache", "operations",
-    "forward",
+    "experts", "layer", "forward",
 }  # fmt: skip
 # Methods that hand out what is built on their class; imported when called.
 FACTORIES = {("arena", "check"), ("arena", "sequence")}

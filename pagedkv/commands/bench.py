@@ -217,8 +217,11 @@ def macs_per_token(config: "ModelConfig") -> tuple[int, int]:
     """Multiply-accumulates of all layers' matrices, and of the output head, for one token."""
     rows = config.head_dim * (config.n_heads + 2 * config.n_kv_heads)
     attention = config.hidden_size * (rows + config.head_dim * config.n_heads)
+    ffn = 3 * config.hidden_size * config.ffn_size
+    if config.n_experts:
+        ffn = config.n_experts_used * ffn + config.n_experts * config.hidden_size
     return (
-        config.n_layers * (attention + 3 * config.hidden_size * config.ffn_size),
+        config.n_layers * (attention + ffn),
         config.vocab_size * config.hidden_size,
     )
 

@@ -39,6 +39,7 @@ def describe(model: str) -> dict[str, str]:
     rotated = sum(index is not None for index in config.rope_index)
     windows = sorted({window for window in config.windows if window})
     stops = ", ".join(f"{i} {tokenizer.decode([i], skip_special_tokens=False)!r}" for i in config.stop_token_ids)
+    experts = f" in each of {config.n_experts} experts, {config.n_experts_used} for a token" if config.n_experts else ""
     return {
         "model": config.name,
         "file": f"{opened.path} ({opened.container}, {size(opened.n_bytes)})",
@@ -46,7 +47,7 @@ def describe(model: str) -> dict[str, str]:
         "parameters": f"{n_weights:,}",
         "layers": str(config.n_layers),
         "hidden size": str(config.hidden_size),
-        "feed-forward size": str(config.ffn_size),
+        "feed-forward size": str(config.ffn_size) + experts,
         "attention": f"{config.n_heads} heads over {config.n_kv_heads} KV heads of {config.head_dim}",
         "windows": ", ".join(f"{config.windows.count(w)} layers see {w:,} tokens" for w in windows) or "none",
         "rotary embedding": "; ".join(ropes) + ("" if rotated == config.n_layers else f"; in {rotated} layers"),

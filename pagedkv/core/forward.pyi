@@ -5,53 +5,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from pagedkv.core._kernels import ThreadPool
 from pagedkv.core.kvcache import KVSequence, PagedKVCache
+from pagedkv.core.layer import Layer
 from pagedkv.core.matmul import PackedMatrix
 
 ACTIVATIONS: tuple[str, ...]
+EXPERT_SHARES: tuple[str, ...]
 FFN_ACTIVATIONS: tuple[str, ...]
 OPERATIONS: tuple[str, ...]
-
-class Layer:
-    q: PackedMatrix
-    k: PackedMatrix
-    v: PackedMatrix
-    o: PackedMatrix
-    gate: PackedMatrix
-    up: PackedMatrix
-    down: PackedMatrix
-    attn_norm: NDArray[np.float32] | None
-    ffn_norm: NDArray[np.float32] | None
-    post_attn_norm: NDArray[np.float32] | None
-    post_ffn_norm: NDArray[np.float32] | None
-    q_bias: NDArray[np.float32] | None
-    k_bias: NDArray[np.float32] | None
-    v_bias: NDArray[np.float32] | None
-    q_norm: NDArray[np.float32] | None
-    k_norm: NDArray[np.float32] | None
-    rope: int | None
-    window: int
-    def __init__(
-        self,
-        *,
-        q: PackedMatrix,
-        k: PackedMatrix,
-        v: PackedMatrix,
-        o: PackedMatrix,
-        gate: PackedMatrix,
-        up: PackedMatrix,
-        down: PackedMatrix,
-        attn_norm: ArrayLike | None = None,
-        ffn_norm: ArrayLike | None = None,
-        post_attn_norm: ArrayLike | None = None,
-        post_ffn_norm: ArrayLike | None = None,
-        q_bias: ArrayLike | None = None,
-        k_bias: ArrayLike | None = None,
-        v_bias: ArrayLike | None = None,
-        q_norm: ArrayLike | None = None,
-        k_norm: ArrayLike | None = None,
-        rope: int | None = 0,
-        window: int = 0,
-    ) -> None: ...
 
 class ForwardModel:
     pool: ThreadPool
@@ -81,6 +41,8 @@ class ForwardModel:
         logit_softcap: float = 0.0,
         embedding_scale: float = 1.0,
         residual_scale: float = 1.0,
+        experts_used: int = 0,
+        expert_shares: str = "chosen",
     ) -> None: ...
     def close(self) -> None: ...
     @property

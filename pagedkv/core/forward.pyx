@@ -14,7 +14,9 @@ from libc.time cimport time_t
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.attention cimport *
+from pagedkv.core.experts cimport *
 from pagedkv.core.kvcache cimport KVSequence, PagedKVCache
+from pagedkv.core.layer cimport Layer, float_array, int32_array, pointer
 from pagedkv.core.matmul cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
 from pagedkv.core.operations cimport *
@@ -31,9 +33,10 @@ cdef extern from "time.h" nogil:
     int clock_gettime(int clock, timespec *t)
 
 cdef enum:
-    COUNTERS_PER_LAYER = 13
+    COUNTERS_PER_LAYER = 17
 
 ACTIVATIONS = ("int8", "int12")        # of quantised matrices
+EXPERT_SHARES = ("chosen", "all")      # what the softmax of experts' shares is over
 FFN_ACTIVATIONS = ("silu", "gelu")    # of the feed-forward gate, gelu in its tanh form
 
 # The operations of a step, in order; the first and the last two are outside the layers.
@@ -98,19 +101,24 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
             attend_merge(b.attended.x, &a.view, &a.plan, b.attended.act.x_stride, slices, counter + 6)
         if is_quantised(w.o) and slices == NULL:
             pool_barrier(b.pool)
-            quantise_rows(b, &b.attended, counter + 7, n_threads)
+            quantise_rows(&b.attended, b.n_rows, counter + 7, n_threads)
         done(b, OP_ATTENTION, thread, &since)
         matmul(out, w.o, &b.attended, b.n_rows, b.x_stride, not b.deferred, counter + 8, n_threads)
         done(b, OP_ATTN_OUT, thread, &since)
-        norm(b, b.deferred, w.post_attn_norm, w.ffn_norm, False, b.n_rows, is_quantised(w.gate) or is_quantised(w.up), counter + 9,
-             n_threads)
+        norm(b, b.deferred, w.post_attn_norm, w.ffn_norm, False, b.n_rows,
+             is_quantised(w.router) if w.router != NULL else is_quantised(w.ffn.gate) or is_quantised(w.ffn.up), counter + 9, n_threads)
         done(b, OP_FFN_NORM, thread, &since)
-        gate_up(b, w, scratch, counter + 10, n_threads)
-        if is_quantised(w.down) and b.product.wide:
-            pool_barrier(b.pool)
-            quantise_rows(b, &b.product, counter + 12, n_threads)
-        done(b, OP_GATE_UP, thread, &since)
-        matmul(out, w.down, &b.product, b.n_rows, b.x_stride, not b.deferred, counter + 11, n_threads)
+        if w.router != NULL:
+            experts_up(b, w, scratch, counter + 10, thread, n_threads)
+            done(b, OP_GATE_UP, thread, &since)
+            experts_down(b, w, out, counter + 15, n_threads)
+        else:
+            gate_up(b, w, scratch, counter + 10, n_threads)
+            if is_quantised(w.ffn.down) and b.product.wide:
+                pool_barrier(b.pool)
+                quantise_rows(&b.product, b.n_rows, counter + 12, n_threads)
+            done(b, OP_GATE_UP, thread, &since)
+            matmul(out, w.ffn.down, &b.product, b.n_rows, b.x_stride, not b.deferred, counter + 11, n_threads)
         done(b, OP_DOWN, thread, &since)
         post = w.post_ffn_norm
         counter += COUNTERS_PER_LAYER
@@ -124,56 +132,6 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
 
 # --- Python edge -------------------------------------------------------------------------------------------------------
 
-cdef object int32_array(str field, values):
-    """values as a contiguous int32 array; BadInput when they are not integers or do not fit."""
-    array = np.asarray(values)
-    if array.size and (array.dtype.kind not in "iu" or array.min() < -(1 << 31) or array.max() >= 1 << 31):
-        raise BadInput(f"{field}: {array.dtype} values that are not integers of 32 bits")
-    return np.ascontiguousarray(array, np.int32)
-
-
-cdef object float_array(values):
-    """values as a contiguous float32 array, None as None."""
-    return None if values is None else np.ascontiguousarray(values, np.float32)
-
-
-cdef const float *pointer(array):
-    """Address of a float32 array's values, NULL for None. The caller keeps the array."""
-    if array is None:
-        return NULL
-    return <const float *><size_t>array.ctypes.data
-
-
-cdef class Layer:
-    """Weights of one layer, and what is particular to it.
-
-    q, k, v, o, gate, up, down        PackedMatrix; rows of q and k ordered so that rotation pairs are (i, i + rope_dim/2) in a head
-    attn_norm, ffn_norm               float32 [hidden], before attention and before the feed-forward network; None: no such norm
-    post_attn_norm, post_ffn_norm     float32 [hidden], of what each of the two adds to the residual stream
-    q_bias, k_bias, v_bias            float32 [rows of q, k, v], all or none
-    q_norm, k_norm                    float32 [head_dim], or [rows of q], [rows of k]: all heads together; both or none
-    rope                              index of the rotation table; None: this layer does not rotate
-    window                            a token sees the last `window` tokens, itself included; 0: all
-
-    Immutable. Shapes are checked by ForwardModel.
-    """
-
-    cdef readonly PackedMatrix q, k, v, o, gate, up, down
-    cdef readonly object attn_norm, ffn_norm, post_attn_norm, post_ffn_norm, q_bias, k_bias, v_bias, q_norm, k_norm, rope
-    cdef readonly int64_t window
-
-    def __init__(self, *, PackedMatrix q not None, PackedMatrix k not None, PackedMatrix v not None, PackedMatrix o not None,
-                 PackedMatrix gate not None, PackedMatrix up not None, PackedMatrix down not None, attn_norm=None, ffn_norm=None,
-                 post_attn_norm=None, post_ffn_norm=None, q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None, rope=0,
-                 window=0):
-        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = q, k, v, o, gate, up, down
-        self.attn_norm, self.ffn_norm = float_array(attn_norm), float_array(ffn_norm)
-        self.post_attn_norm, self.post_ffn_norm = float_array(post_attn_norm), float_array(post_ffn_norm)
-        self.q_bias, self.k_bias, self.v_bias = float_array(q_bias), float_array(k_bias), float_array(v_bias)
-        self.q_norm, self.k_norm = float_array(q_norm), float_array(k_norm)
-        self.rope, self.window = rope, window
-
-
 cdef class ForwardModel:
     """The packed weights of a model and the workspace of its steps.
 
@@ -185,6 +143,8 @@ cdef class ForwardModel:
     ffn_activation    "silu" or "gelu" (tanh form), of the gate
     attention_scale   of scores, None: 1/sqrt(head_dim); attention_softcap, logit_softcap: cap * tanh(x / cap), 0: none
     embedding_scale, residual_scale    factors of embeddings and of all that layers add
+    experts_used      experts of each row, in [1, experts of a layer], 0 without experts; expert_shares: "chosen", of a softmax over
+                      those, or "all", over all experts
     pool              ThreadPool of the steps
 
     Raises ValueError for shapes that do not fit each other.
@@ -197,6 +157,8 @@ cdef class ForwardModel:
     cdef readonly int64_t vocab_size, n_heads, n_kv_heads, head_dim
     cdef batch b
     cdef layer_weights *weights
+    cdef expert_weights *experts
+    cdef void *routes
     cdef int64_t *counters
     cdef int64_t max_rows, scratch_bytes
     cdef int64_t profile_ns[N_OPS]
@@ -206,12 +168,12 @@ cdef class ForwardModel:
     def __cinit__(self):
         memset(&self.b, 0, sizeof(batch))
         memset(self.profile_ns, 0, sizeof(self.profile_ns))
-        self.weights = NULL
-        self.counters = NULL
+        self.weights, self.experts, self.routes, self.counters = NULL, NULL, NULL, NULL
 
     def __init__(self, *, layers, PackedMatrix embedding not None, PackedMatrix head not None, head_norm, inv_freq, n_heads, n_kv_heads,
                  head_dim, rms_eps, ThreadPool pool not None, activations="int8", rope_factors=None, ffn_activation="silu",
-                 attention_scale=None, attention_softcap=0.0, logit_softcap=0.0, embedding_scale=1.0, residual_scale=1.0):
+                 attention_scale=None, attention_softcap=0.0, logit_softcap=0.0, embedding_scale=1.0, residual_scale=1.0,
+                 experts_used=0, expert_shares="chosen"):
         cdef batch *b = &self.b
         cdef int64_t i
         cdef Layer layer
@@ -228,9 +190,16 @@ cdef class ForwardModel:
             raise ValueError(f"activations: {activations!r} is not one of {', '.join(ACTIVATIONS)}")
         if ffn_activation not in FFN_ACTIVATIONS:
             raise ValueError(f"ffn_activation: {ffn_activation!r} is not one of {', '.join(FFN_ACTIVATIONS)}")
-        b.normed.wide = b.attended.wide = b.product.wide = activations == "int12"
+        b.normed.wide = b.gathered.wide = b.attended.wide = b.product.wide = activations == "int12"
         b.n_layers, b.hidden, b.n_heads, b.n_kv_heads, b.head_dim = len(self.layers), self.embedding.w.n_cols, n_heads, n_kv_heads, head_dim
-        b.ffn = self.layers[0].gate.shape[0]
+        first = self.layers[0]
+        b.ffn = (first.experts[0][0] if first.experts else first.gate).shape[0]
+        b.n_experts, b.n_used, b.shares_of_all = len(first.experts), experts_used, expert_shares == "all"
+        b.router_stride = pkv_round_up(b.n_experts, 16)
+        if expert_shares not in EXPERT_SHARES:
+            raise ValueError(f"expert_shares: {expert_shares!r} is not one of {', '.join(EXPERT_SHARES)}")
+        if not min(b.n_experts, 1) <= experts_used <= b.n_experts:
+            raise ValueError(f"experts_used: {experts_used} of {b.n_experts} experts")
         b.n_ropes, b.rope_half = self.inv_freq.shape
         b.eps, b.embedding_scale, b.residual_scale, b.logit_softcap = rms_eps, embedding_scale, residual_scale, logit_softcap
         b.activation = ACT_GELU if ffn_activation == "gelu" else ACT_SILU
@@ -242,7 +211,8 @@ cdef class ForwardModel:
             raise ValueError(f"head: shape {self.head.shape} with norm {self.head_norm.shape}, must be ({self.vocab_size}, {b.hidden})")
         self.weights = <layer_weights *>pkv_alloc(b.n_layers * sizeof(layer_weights))
         self.counters = <int64_t *>pkv_alloc((b.n_layers * COUNTERS_PER_LAYER + 4) * sizeof(int64_t))
-        if self.weights == NULL or self.counters == NULL:
+        self.experts = <expert_weights *>pkv_alloc(max(b.n_layers * b.n_experts, <int64_t>1) * sizeof(expert_weights))
+        if self.weights == NULL or self.counters == NULL or self.experts == NULL:
             raise MemoryError("the system refused memory for a model")
         b.layers, b.embedding, b.head = self.weights, &self.embedding.w, &self.head.w
         b.head_norm, b.rope_factors = pointer(self.head_norm), pointer(self.rope_factors)
@@ -257,7 +227,7 @@ cdef class ForwardModel:
         for i in range(b.n_layers):
             layer = self.layers[i]
             self.check_layer(i, layer)
-            self.set_layer(&self.weights[i], layer)
+            self.set_layer(i, layer)
             self.weights[i].attention = self.attention_of(i, layer.window)
         b.deferred = residual_scale != 1 or any(
             norm is not None for layer in self.layers for norm in (layer.post_attn_norm, layer.post_ffn_norm))
@@ -271,8 +241,9 @@ cdef class ForwardModel:
         cdef batch *b = &self.b
         cdef int64_t q = b.n_heads * b.head_dim
         cdef int64_t kv = b.n_kv_heads * b.head_dim
-        matrices = {"q": (q, b.hidden), "k": (kv, b.hidden), "v": (kv, b.hidden), "o": (b.hidden, q), "gate": (b.ffn, b.hidden),
-                    "up": (b.ffn, b.hidden), "down": (b.hidden, b.ffn)}
+        ffn = {"gate": (b.ffn, b.hidden), "up": (b.ffn, b.hidden), "down": (b.hidden, b.ffn)}
+        matrices = {"q": (q, b.hidden), "k": (kv, b.hidden), "v": (kv, b.hidden), "o": (b.hidden, q)}
+        matrices |= {"router": (b.n_experts, b.hidden)} if b.n_experts else ffn
         vectors = {"attn_norm": b.hidden, "ffn_norm": b.hidden, "post_attn_norm": b.hidden, "post_ffn_norm": b.hidden, "q_bias": q,
                    "k_bias": kv, "v_bias": kv}
         if layer.q_norm is not None:
@@ -281,6 +252,12 @@ cdef class ForwardModel:
                 raise ValueError(f"layer {i} q_norm: shape {layer.q_norm.shape}, layers must be alike")
             b.qk_norm_size = size
             vectors |= {"q_norm": size or q, "k_norm": size or kv}
+        if len(layer.experts) != b.n_experts:
+            raise ValueError(f"layer {i} experts: {len(layer.experts)}, must be {b.n_experts}")
+        for n, expert in enumerate(layer.experts):
+            for (name, shape), matrix in zip(ffn.items(), expert):
+                if matrix.shape != shape:
+                    raise ValueError(f"layer {i} expert {n} {name}: shape {matrix.shape}, must be {shape}")
         for name, shape in matrices.items():
             if getattr(layer, name).shape != shape:
                 raise ValueError(f"layer {i} {name}: shape {getattr(layer, name).shape}, must be {shape}")
@@ -296,10 +273,23 @@ cdef class ForwardModel:
             raise ValueError(f"layer {i} window: {layer.window} is negative")
         return 0
 
-    cdef int set_layer(self, layer_weights *w, Layer layer) except -1:
-        """Point w at the weights of a checked layer."""
+    cdef int set_layer(self, int64_t i, Layer layer) except -1:
+        """Point at the weights of layer i, checked."""
+        cdef layer_weights *w = &self.weights[i]
+        cdef expert_weights *expert
+        cdef PackedMatrix gate, up, down
         w.q, w.k, w.v, w.o = &layer.q.w, &layer.k.w, &layer.v.w, &layer.o.w
-        w.gate, w.up, w.down = &layer.gate.w, &layer.up.w, &layer.down.w
+        w.router, w.quantised_experts = NULL, False
+        if layer.router is None:
+            w.ffn.gate, w.ffn.up, w.ffn.down = &layer.gate.w, &layer.up.w, &layer.down.w
+        else:
+            w.router, w.experts = &layer.router.w, self.experts + i * self.b.n_experts
+            expert = self.experts + i * self.b.n_experts
+            for matrices in layer.experts:
+                gate, up, down = matrices
+                expert.gate, expert.up, expert.down = &gate.w, &up.w, &down.w
+                w.quantised_experts |= is_quantised(expert.gate) or is_quantised(expert.up) or is_quantised(expert.down)
+                expert += 1
         w.attn_norm, w.post_attn_norm = pointer(layer.attn_norm), pointer(layer.post_attn_norm)
         w.ffn_norm, w.post_ffn_norm = pointer(layer.ffn_norm), pointer(layer.post_ffn_norm)
         w.q_norm, w.k_norm = pointer(layer.q_norm), pointer(layer.k_norm)
@@ -328,13 +318,16 @@ cdef class ForwardModel:
     def __dealloc__(self):
         self.release_workspace()
         pkv_release(self.weights)
+        pkv_release(self.experts)
         pkv_release(self.counters)
 
     cdef void release_workspace(self):
         cdef int64_t i
         pkv_release(self.b.x)
         pkv_release(self.b.scratch)
-        self.b.x, self.b.scratch = NULL, NULL
+        pkv_release(self.routes)
+        self.b.x, self.b.scratch, self.routes = NULL, NULL, NULL
+        act_release(&self.b.gathered)
         act_release(&self.b.normed)
         act_release(&self.b.attended)
         act_release(&self.b.product)
@@ -376,8 +369,7 @@ cdef class ForwardModel:
     @property
     def nbytes(self) -> int:
         """Bytes of packed weights, a tied head counted once."""
-        matrices = {id(m): m.nbytes for layer in self.layers
-                    for m in (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)}
+        matrices = {id(m): m.nbytes for layer in self.layers for m in layer.matrices}
         return sum({**matrices, id(self.embedding): self.embedding.nbytes, id(self.head): self.head.nbytes}.values())
 
     def profile_seconds(self) -> dict:
@@ -389,6 +381,7 @@ cdef class ForwardModel:
     cdef int reserve(self, int64_t n_rows, int64_t n_spans) except -1:
         """Workspace for a step; grows, never shrinks."""
         cdef batch *b = &self.b
+        cdef int64_t n_slots = n_rows * max(b.n_used, <int64_t>1)
         cdef int64_t floats = n_rows * ((2 if b.deferred else 1) * b.x_stride + b.qkv_stride + 2 * b.n_ropes * b.rope_half)
         cdef int64_t scratch = max(scratch_floats(&b.attentions[0].view), <int64_t>2 * FFN_TOKENS * UNIT, b.n_heads * b.head_dim)
         cdef int64_t i
@@ -396,10 +389,15 @@ cdef class ForwardModel:
         if n_rows > self.max_rows:
             self.release_workspace()
             b.x = <float *>pkv_alloc(floats * sizeof(float))
-            if (b.x == NULL or act_reserve(&b.normed, n_rows, b.hidden)
-                    or act_reserve(&b.attended, n_rows, b.n_heads * b.head_dim) or act_reserve(&b.product, n_rows, pkv_round_up(b.ffn, 32))):
+            if b.n_experts:
+                self.routes = pkv_alloc(experts_bytes(b, n_rows))
+            if (b.x == NULL or (b.n_experts and (self.routes == NULL or act_reserve(&b.gathered, n_slots, b.hidden)))
+                    or act_reserve(&b.normed, n_rows, b.hidden) or act_reserve(&b.attended, n_rows, b.n_heads * b.head_dim)
+                    or act_reserve(&b.product, n_slots, pkv_round_up(b.ffn, 32))):
                 self.release_workspace()
                 raise MemoryError(f"the system refused the workspace of a step of {n_rows} tokens")
+            if b.n_experts:
+                experts_place(b, self.routes, n_rows)
             b.qkv = b.x + n_rows * b.x_stride
             b.angles = b.qkv + n_rows * b.qkv_stride
             b.branch = b.angles + 2 * n_rows * b.n_ropes * b.rope_half if b.deferred else NULL

@@ -14,15 +14,22 @@ cdef enum:
 cdef enum ffn_gate:
     ACT_SILU, ACT_GELU
 
+# One feed-forward network.
+cdef struct expert_weights:
+    const pkv_weight *gate
+    const pkv_weight *up
+    const pkv_weight *down
+
 # Weights of one layer. NULL stands for an operation the architecture does not have.
 cdef struct layer_weights:
     const pkv_weight *q
     const pkv_weight *k
     const pkv_weight *v
     const pkv_weight *o
-    const pkv_weight *gate
-    const pkv_weight *up
-    const pkv_weight *down
+    expert_weights ffn             # the one network of a layer without experts
+    const pkv_weight *router       # NULL: no experts
+    const expert_weights *experts
+    bint quantised_experts         # any matrix of any
     const float *attn_norm         # [hidden] before attention
     const float *post_attn_norm    # [hidden] of what attention adds
     const float *ffn_norm          # [hidden] before the feed-forward network
@@ -60,6 +67,21 @@ cdef struct batch:
     act_buffer normed              # input of qkv, gate/up and head
     act_buffer attended
     act_buffer product             # activation(gate) * up
+    # experts
+    int64_t n_experts, n_used      # n_used of each row
+    bint shares_of_all             # shares are those of a softmax over all experts, not over the chosen ones
+    int64_t router_stride
+    float *router_logits           # [n_rows, router_stride]
+    int32_t *chosen                # [n_rows, n_used] ascending
+    float *shares                  # [n_rows, n_used]
+    int32_t *slot_of               # [n_rows, n_used] where the row stands among the rows gathered by expert
+    int32_t *row_of                # [n_rows * n_used] the row of a slot
+    int32_t *first                 # [n_experts + 1] slots of an expert
+    int32_t *next_slot             # [n_experts]
+    int32_t *active                # [n_active] experts that any row chose
+    int64_t n_active
+    float *slot_out                # [n_rows * n_used, x_stride] what experts return
+    act_buffer gathered            # normed rows by slot
     # the step
     attention_kind attentions[MAX_ATTENTIONS]
     int64_t n_attentions
@@ -78,6 +100,8 @@ cdef void embed(const batch *b, int64_t *counter, int n_threads) noexcept nogil
 cdef void norm(batch *b, bint pending, const float *post, const float *weight, bint gather, int64_t n_rows, bint quantised,
                int64_t *counter, int n_threads) noexcept nogil
 cdef void rope_and_store(batch *b, int64_t layer, float *scratch, int64_t *counter, int n_threads) noexcept nogil
-cdef void quantise_rows(batch *b, act_buffer *rows, int64_t *counter, int n_threads) noexcept nogil
+cdef void quantise_rows(act_buffer *rows, int64_t n_rows, int64_t *counter, int n_threads) noexcept nogil
+cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, float *scratch, int64_t unit, int64_t start, int64_t n_rows,
+                       bint quantised) noexcept nogil
 cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int n_threads) noexcept nogil
 cdef void head(batch *b, int64_t *counter, int n_threads) noexcept nogil

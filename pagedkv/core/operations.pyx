@@ -131,46 +131,52 @@ cdef void rope_and_store(batch *b, int64_t layer, float *scratch, int64_t *count
         start = claim(counter, b.n_rows, chunk, &stop)
 
 
-cdef void quantise_rows(batch *b, act_buffer *rows, int64_t *counter, int n_threads) noexcept nogil:
+cdef void quantise_rows(act_buffer *rows, int64_t n_rows, int64_t *counter, int n_threads) noexcept nogil:
     """Whole rows, where the slices they were made in do not end on quantisation blocks."""
-    cdef int64_t chunk = row_chunk(b, n_threads)
+    cdef int64_t chunk = max(n_rows // (4 * n_threads), <int64_t>1)
     cdef int64_t stop = 0
     cdef int64_t row
-    cdef int64_t start = claim(counter, b.n_rows, chunk, &stop)
-    while start < b.n_rows:
+    cdef int64_t start = claim(counter, n_rows, chunk, &stop)
+    while start < n_rows:
         for row in range(start, stop):
             act_quantise(rows, row, 0, rows.n_cols)
-        start = claim(counter, b.n_rows, chunk, &stop)
+        start = claim(counter, n_rows, chunk, &stop)
+
+
+cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, float *scratch, int64_t unit, int64_t start, int64_t n_rows,
+                       bint quantised) noexcept nogil:
+    """activation(gate) * up for 32 rows of both matrices and rows [start, start + n_rows) of x, quantised while in cache."""
+    cdef int64_t panel = 2 * unit
+    cdef int64_t panels = min(<int64_t>2, w.gate.n_panels - panel)
+    cdef int64_t token = start, n, t
+    cdef float *up = scratch + FFN_TOKENS * UNIT
+    cdef float *h
+    while token < start + n_rows:
+        n = min(<int64_t>FFN_TOKENS, start + n_rows - token)
+        gemm_of(x, w.gate)(scratch, w.gate, &x.act, panel, panels, token, n, UNIT, 0)
+        gemm_of(x, w.up)(up, w.up, &x.act, panel, panels, token, n, UNIT, 0)
+        for t in range(n):
+            h = b.product.x + (token + t) * b.product.act.x_stride + UNIT * unit
+            if b.activation == ACT_GELU:
+                kern.gelu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
+            else:
+                kern.silu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
+            if quantised:
+                act_quantise(&b.product, token + t, UNIT * unit, UNIT * (unit + 1))
+        token += n
 
 
 cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int n_threads) noexcept nogil:
-    """activation(gate) * up for 32 rows of both at a time, quantised while in cache."""
-    cdef int64_t n_units = (w.gate.n_panels + 1) // 2
+    """activation(gate) * up of all rows."""
+    cdef int64_t n_units = (w.ffn.gate.n_panels + 1) // 2
     cdef int64_t chunk = max(n_units // (8 * n_threads), <int64_t>1)
     cdef int64_t stop = 0
-    cdef int64_t unit, panel, panels, token, n, t
+    cdef int64_t unit
     cdef int64_t start = claim(counter, n_units, chunk, &stop)
-    cdef float *up = scratch + FFN_TOKENS * UNIT
-    cdef float *h
-    cdef bint quantised = w.down.scales != NULL and not b.product.wide  # a wide block is longer than a unit
+    cdef bint quantised = w.ffn.down.scales != NULL and not b.product.wide  # a wide block is longer than a unit
     while start < n_units:
         for unit in range(start, stop):
-            panel = 2 * unit
-            panels = min(<int64_t>2, w.gate.n_panels - panel)
-            token = 0
-            while token < b.n_rows:
-                n = min(<int64_t>FFN_TOKENS, b.n_rows - token)
-                gemm_of(&b.normed, w.gate)(scratch, w.gate, &b.normed.act, panel, panels, token, n, UNIT, 0)
-                gemm_of(&b.normed, w.up)(up, w.up, &b.normed.act, panel, panels, token, n, UNIT, 0)
-                for t in range(n):
-                    h = b.product.x + (token + t) * b.product.act.x_stride + UNIT * unit
-                    if b.activation == ACT_GELU:
-                        kern.gelu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
-                    else:
-                        kern.silu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
-                    if quantised:
-                        act_quantise(&b.product, token + t, UNIT * unit, UNIT * (unit + 1))
-                token += n
+            gate_up_unit(b, &b.normed, &w.ffn, scratch, unit, 0, b.n_rows, quantised)
         start = claim(counter, n_units, chunk, &stop)
 
 

@@ -16,7 +16,10 @@ OPTIONAL_KEYS = frozenset({
     "attention.sliding_window", "attention.scale", "embedding_scale", "residual_scale", "logit_scale",
     "attn_logit_softcapping", "final_logit_softcapping",
 })  # fmt: skip
-REFUSED_KEYS = ("expert_count", "attention.clamp_kqv", "attention.max_alibi_bias")
+REFUSED_KEYS = (
+    "attention.clamp_kqv", "attention.max_alibi_bias", "expert_shared_count", "expert_shared_feed_forward_length",
+    "expert_weights_scale", "expert_group_count", "leading_dense_block_count", "interleave_moe_layer_step",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Architecture:
     softcaps          defaults of the two soft caps, of scores and of logits
     wide_layers       the number of layers of the one model whose scores are scaled by its hidden size per head
     keys              of OPTIONAL_KEYS, those it has
+    experts           whether its feed-forward networks are several experts: "always", "sometimes" or "never"
     ignored           tensors that may be present and carry nothing
     """
 
@@ -58,6 +62,7 @@ class Architecture:
     softcaps: tuple[float, float] = (0.0, 0.0)
     wide_layers: int = 0
     keys: frozenset[str] = frozenset()
+    experts: str = "never"
     ignored: frozenset[str] = frozenset()
 
     def windows(self, window: int, n_layers: int) -> tuple[int, ...]:
@@ -68,8 +73,8 @@ class Architecture:
         """Whether each layer rotates queries and keys."""
         return tuple(not self.unrotated_every or (i + 1) % self.unrotated_every != 0 for i in range(n_layers))
 
-    def layer_shapes(self, config: "ModelConfig") -> Shapes:
-        """{tensor name without `blk.N.`: shape in numpy order}."""
+    def layer_shapes(self, config: "ModelConfig", stacked: bool = True) -> Shapes:
+        """{tensor name without `blk.N.`: shape in numpy order}; `stacked`: one tensor holds a matrix of all experts."""
         hidden, ffn, head_dim = config.hidden_size, config.ffn_size, config.head_dim
         q, kv = config.n_heads * head_dim, config.n_kv_heads * head_dim
         shapes: Shapes = {"attn_norm.weight": (hidden,)} if self.pre_norms else {}
@@ -90,16 +95,24 @@ class Architecture:
             shapes["post_attention_norm.weight"] = (hidden,)
         if self.pre_norms:
             shapes["ffn_norm.weight"] = (hidden,)
-        if self.fused:
-            shapes["ffn_up.weight"] = (2 * ffn, hidden)
+        if config.n_experts:
+            shapes["ffn_gate_inp.weight"] = (config.n_experts, hidden)
+            for name, shape in (("ffn_gate", (ffn, hidden)), ("ffn_up", (ffn, hidden)), ("ffn_down", (hidden, ffn))):
+                if stacked:
+                    shapes[f"{name}_exps.weight"] = (config.n_experts, *shape)
+                else:
+                    shapes |= {f"{name}.{i}.weight": shape for i in range(config.n_experts)}
         else:
-            shapes |= {"ffn_gate.weight": (ffn, hidden), "ffn_up.weight": (ffn, hidden)}
-        shapes["ffn_down.weight"] = (hidden, ffn)
+            if self.fused:
+                shapes["ffn_up.weight"] = (2 * ffn, hidden)
+            else:
+                shapes |= {"ffn_gate.weight": (ffn, hidden), "ffn_up.weight": (ffn, hidden)}
+            shapes["ffn_down.weight"] = (hidden, ffn)
         if self.post_norms:
             shapes["post_ffw_norm.weight"] = (hidden,)
         return shapes
 
-    def tensor_shapes(self, config: "ModelConfig") -> Shapes:
+    def tensor_shapes(self, config: "ModelConfig", stacked: bool = True) -> Shapes:
         """Every tensor the model consists of, in the order of the computation."""
         shapes: Shapes = {
             "token_embd.weight": (config.vocab_size, config.hidden_size),
@@ -107,7 +120,7 @@ class Architecture:
         }
         if not config.tied:
             shapes["output.weight"] = (config.vocab_size, config.hidden_size)
-        layer = self.layer_shapes(config)
+        layer = self.layer_shapes(config, stacked)
         for i in range(config.n_layers):
             shapes.update({f"blk.{i}.{name}": shape for name, shape in layer.items()})
         return shapes
@@ -119,7 +132,12 @@ class Architecture:
             raise ModelError(
                 f"{config.architecture}.block_count: {config.n_layers} layers in a file of {len(found)} tensors"
             )
-        wanted = self.tensor_shapes(config)
+        stacked = "blk.0.ffn_gate_exps.weight" in found
+        if not stacked and config.n_experts > len(found):
+            raise ModelError(
+                f"{config.architecture}.expert_count: {config.n_experts} experts in a file of {len(found)} tensors"
+            )
+        wanted = self.tensor_shapes(config, stacked)
         for name, shape in wanted.items():
             if name not in found:
                 raise ModelError(f"tensor {name}: missing")
@@ -137,7 +155,7 @@ _CAPS = frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        adjacent_pairs=True, keys=frozenset({"attention.sliding_window"}), ignored=_OLD_TABLES
+        adjacent_pairs=True, keys=frozenset({"attention.sliding_window"}), experts="sometimes", ignored=_OLD_TABLES
     ),
     "smollm3": Architecture(adjacent_pairs=True, unrotated_every=4),
     "granite": Architecture(
@@ -146,6 +164,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture(qkv_bias=True),
     "qwen3": Architecture(qk_norm="head"),
+    "qwen3moe": Architecture(qk_norm="head", experts="always"),
     "olmo2": Architecture(pre_norms=False, post_norms=True, qk_norm="row"),
     "phi3": Architecture(fused=True, keys=frozenset({"attention.sliding_window"})),
     "gemma": _GEMMA,

@@ -49,6 +49,9 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0  # logits are divided by it
+    n_experts: int = 0  # feed-forward networks of a layer, 0: one; ffn_size is that of each
+    n_experts_used: int = 0  # by each token
+    expert_shares: str = "chosen"  # what the softmax of their shares is over: these, or "all"
 
     @property
     def rope_theta(self) -> float:
@@ -75,6 +78,17 @@ class ModelConfig:
         architecture = ARCHITECTURES[name]
         for key in (*REFUSED_KEYS, *sorted(OPTIONAL_KEYS - architecture.keys)):
             read.absent(f"{name}.{key}")
+
+        n_experts, n_used = read_experts(
+            read, architecture.experts, f"{name}.expert_count", f"{name}.expert_used_count"
+        )
+        gating = read.integer(f"{name}.expert_gating_func", 0, 1 << 20, default=1)
+        if gating != 1:
+            raise ModelError(f"{name}.expert_gating_func: {gating} is not supported, only 1, softmax")
+        normed = read.flag(f"{name}.expert_weights_norm", default=True)
+        ffn_key = f"{name}.expert_feed_forward_length"
+        if not n_experts or ffn_key not in file.metadata:
+            ffn_key = f"{name}.feed_forward_length"
 
         n_layers = read.integer(f"{name}.block_count", 1, 1024)
         hidden_size = read.integer(f"{name}.embedding_length", 1, 1 << 18)
@@ -126,7 +140,7 @@ class ModelConfig:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            ffn_size=read.per_layer(f"{name}.feed_forward_length", 1, 1 << 20),
+            ffn_size=read.per_layer(ffn_key, 1, 1 << 20),
             vocab_size=vocab_size,
             context_length=context_length,
             rms_eps=read.real(f"{name}.attention.layer_norm_rms_epsilon", 1e-12, 0.1),
@@ -147,6 +161,9 @@ class ModelConfig:
             ),
             residual_scale=read.real(f"{name}.residual_scale", 1e-6, 1e6, default=1.0),
             logit_scale=read.real(f"{name}.logit_scale", 1e-6, 1e6, default=1.0),
+            n_experts=n_experts,
+            n_experts_used=n_used,
+            expert_shares="chosen" if normed else "all",
         )
         found = {tensor.name: tensor.shape for tensor in file.tensors.values() if tensor.name not in tables}
         architecture.check_tensors(config, found)
@@ -158,3 +175,14 @@ def rope_of_layers(rotated: tuple[bool, ...], windows: tuple[int, ...], n_ropes:
     return tuple(
         (n_ropes - 1 if window else 0) if rotates else None for rotates, window in zip(rotated, windows, strict=True)
     )
+
+
+def read_experts(read: Metadata, has: str, count: str, used: str) -> tuple[int, int]:
+    """(experts of a layer, experts of each token) under the keys `count` and `used`; 0, 0 without experts."""
+    if has == "never":
+        read.absent(count)
+        return 0, 0
+    n = read.integer(count, 0, 4096, default=0)
+    if n == 0 and has == "always":
+        raise ModelError(f"{count}: no experts")
+    return n, read.integer(used, 1, n) if n else 0

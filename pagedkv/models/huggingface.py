@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv.models.architectures import ARCHITECTURES
-from pagedkv.models.config import ModelConfig, rope_of_layers
+from pagedkv.models.config import ModelConfig, read_experts, rope_of_layers
 from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
 from pagedkv.models.rope import Rope
@@ -16,7 +16,8 @@ from pagedkv.models.safetensors import read_json
 _MODEL_TYPES = {
     "llama": ("llama", False), "mistral": ("llama", False), "smollm3": ("smollm3", True), "granite": ("granite", False),
     "qwen2": ("qwen2", False), "qwen3": ("qwen3", False), "olmo2": ("olmo2", False), "phi3": ("phi3", False),
-    "gemma": ("gemma", True), "gemma2": ("gemma2", True), "gemma3_text": ("gemma3", True),
+    "qwen3_moe": ("qwen3moe", False), "mixtral": ("llama", False), "gemma": ("gemma", True), "gemma2": ("gemma2", True),
+    "gemma3_text": ("gemma3", True),
 }  # fmt: skip
 _GLOBAL_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -28,9 +29,15 @@ _LAYER_NAMES = {
     "self_attn.v_proj": "attn_v", "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm", "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d{1,4})\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
+_EXPERT_NAMES = {
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+    "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
+}  # fmt: skip
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
 _KINDS = {
     "default": "none", "linear": "linear", "dynamic": "dynamic", "llama3": "llama3", "yarn": "yarn",
@@ -55,6 +62,8 @@ class TensorNames:
             return f"blk.{int(match[1])}.{'post_attention_norm' if self.post_norms else 'ffn_norm'}.{match[3]}"
         if match and match[2] in _LAYER_NAMES:
             return f"blk.{int(match[1])}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+        if match and (expert := _EXPERT.fullmatch(match[2])) and expert[2] in _EXPERT_NAMES:
+            return f"blk.{int(match[1])}.{_EXPERT_NAMES[expert[2]]}.{int(expert[1])}.{match[3]}"
         return None if name.endswith("rotary_emb.inv_freq") else name
 
 
@@ -117,7 +126,7 @@ class DirectoryConfig:
             caps = tuple(
                 read.real(key, 0.0, 1e6, default=0.0) for key in ("attn_logit_softcapping", "final_logit_softcapping")
             )
-        granite = self.name == "granite"
+        granite, (n_experts, n_used, shares) = self.name == "granite", self._experts()
 
         def multiplier(key: str, default: float = 1.0) -> float:
             return read.real(key, 1e-6, 1e6, default=default) if granite else default
@@ -131,7 +140,9 @@ class DirectoryConfig:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            ffn_size=read.integer("intermediate_size", 1, 1 << 20),
+            ffn_size=read.integer(
+                "moe_intermediate_size" if self.name == "qwen3moe" else "intermediate_size", 1, 1 << 20
+            ),
             vocab_size=vocab_size,
             context_length=context,
             rms_eps=read.real("rms_norm_eps", 1e-12, 0.1, default=1e-6),
@@ -150,6 +161,9 @@ class DirectoryConfig:
             embedding_scale=multiplier("embedding_multiplier", hidden**0.5 if architecture.scaled_embedding else 1.0),
             residual_scale=multiplier("residual_multiplier"),
             logit_scale=multiplier("logits_scaling"),
+            n_experts=n_experts,
+            n_experts_used=n_used,
+            expert_shares=shares,
         )
         architecture.check_tensors(config, shapes)
         return config
@@ -163,10 +177,25 @@ class DirectoryConfig:
             activation = "gelu"
         if given is not None and activation != self.architecture.activation:
             raise ModelError(f"hidden_act: {given!r} is not supported for {self.model_type}")
-        for key in ("quantization_config", "use_bidirectional_attention", "mlp_bias", "num_local_experts"):
+        for key in ("quantization_config", "use_bidirectional_attention", "mlp_bias"):
             self.read.absent(key)
         if self.model_type not in ("qwen2",):
             self.read.absent("attention_bias")
+
+    def _experts(self) -> tuple[int, int, str]:
+        """(experts of a layer, experts of each token, what their shares are over)."""
+        if self.model_type not in ("qwen3_moe", "mixtral"):
+            self.read.absent("num_local_experts")
+            return 0, 0, "chosen"
+        if self.entries.get("mlp_only_layers"):
+            raise ModelError(
+                f"mlp_only_layers: {self.entries['mlp_only_layers']!r}: layers that differ are not supported"
+            )
+        self.read.integer("decoder_sparse_step", 1, 1, default=1)
+        key = "num_experts" if "num_experts" in self.entries else "num_local_experts"
+        n_experts, n_used = read_experts(self.read, "always", key, "num_experts_per_tok")
+        chosen = self.model_type == "mixtral" or self.read.flag("norm_topk_prob", default=False)
+        return n_experts, n_used, "chosen" if chosen else "all"
 
     def _kinds_of_layers(self, n_layers: int) -> list[str] | None:
         kinds = self.entries.get("layer_types")
@@ -181,7 +210,9 @@ class DirectoryConfig:
 
     def _windows(self, n_layers: int) -> tuple[int, ...]:
         window = self.read.integer("sliding_window", 0, 1 << 27, default=self.architecture.window)
-        if not self.read.flag("use_sliding_window", default=self.model_type not in ("qwen2", "qwen3", "smollm3")):
+        if not self.read.flag(
+            "use_sliding_window", default=self.model_type not in ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+        ):
             window = 0
         kinds = self._kinds_of_layers(n_layers)
         if kinds is not None:

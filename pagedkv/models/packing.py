@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from pagedkv.core._kernels import ThreadPool
-from pagedkv.core.forward import ForwardModel, Layer
+from pagedkv.core.forward import ForwardModel
+from pagedkv.core.layer import Layer
 from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
 from pagedkv.models.architectures import ARCHITECTURES
 from pagedkv.models.config import ModelConfig
@@ -94,6 +96,8 @@ class Packer:
             logit_softcap=config.logit_softcap,
             embedding_scale=config.embedding_scale,
             residual_scale=config.residual_scale,
+            experts_used=config.n_experts_used,
+            expert_shares=config.expert_shares,
         )
 
     def layer(self, i: int) -> Layer:
@@ -103,13 +107,12 @@ class Packer:
         q_rows, kv_rows = q_heads * config.head_dim, kv_heads * config.head_dim
         if architecture.fused:
             q, k, v = self.matrices(blk + "attn_qkv.weight", q_rows, kv_rows, kv_rows)
-            gate, up = self.matrices(blk + "ffn_up.weight", config.ffn_size, config.ffn_size)
         else:
             q = self.matrices(blk + "attn_q.weight", order=self.orders[q_heads])[0]
             k = self.matrices(blk + "attn_k.weight", order=self.orders[kv_heads])[0]
             v = self.matrices(blk + "attn_v.weight")[0]
-            gate, up = self.matrices(blk + "ffn_gate.weight")[0], self.matrices(blk + "ffn_up.weight")[0]
-        vectors: dict[str, np.ndarray] = {}
+        o = self.matrices(blk + "attn_output.weight")[0]
+        vectors: dict[str, Any] = {}
         if architecture.pre_norms:
             vectors |= {
                 "attn_norm": self.norm(blk + "attn_norm.weight"),
@@ -126,19 +129,41 @@ class Packer:
             q=q,
             k=k,
             v=v,
-            o=self.matrices(blk + "attn_output.weight")[0],
-            gate=gate,
-            up=up,
-            down=self.matrices(blk + "ffn_down.weight")[0],
+            o=o,
             rope=config.rope_index[i],
             window=config.windows[i],
+            **self.feed_forward(blk),
             **vectors,
         )
 
-    def matrices(self, name: str, *rows: int, order: np.ndarray | None = None) -> list[PackedMatrix]:
-        """Matrix `name` cut into matrices of so many rows each, without `rows` as a whole."""
+    def feed_forward(self, blk: str) -> dict[str, Any]:
+        """Arguments of a Layer: gate, up and down, or router and experts."""
+        config, n = self.config, self.config.ffn_size
+        if config.n_experts:
+            parts = [self.expert_matrices(f"{blk}ffn_{part}") for part in ("gate", "up", "down")]
+            # what chooses is kept as exact as the file has it
+            router = self.matrices(blk + "ffn_gate_inp.weight", quantise=False)[0]
+            return {"router": router, "experts": list(zip(*parts, strict=True))}
+        if self.architecture.fused:
+            gate, up = self.matrices(blk + "ffn_up.weight", n, n)
+        else:
+            gate, up = self.matrices(blk + "ffn_gate.weight")[0], self.matrices(blk + "ffn_up.weight")[0]
+        return {"gate": gate, "up": up, "down": self.matrices(blk + "ffn_down.weight")[0]}
+
+    def expert_matrices(self, name: str) -> list[PackedMatrix]:
+        """A matrix of every expert, from one tensor of all of them or one tensor each."""
+        n = self.config.n_experts
+        if f"{name}_exps.weight" in self.source.tensors:
+            rows = self.source.tensors[f"{name}_exps.weight"].shape[1]
+            return self.matrices(f"{name}_exps.weight", *(rows,) * n)
+        return [self.matrices(f"{name}.{i}.weight")[0] for i in range(n)]
+
+    def matrices(
+        self, name: str, *rows: int, order: np.ndarray | None = None, quantise: bool = True
+    ) -> list[PackedMatrix]:
+        """Matrix `name`, or a stack of them, cut into matrices of so many rows each, without `rows` as a whole."""
         tensor = self.source.tensors[name]
-        n_rows, n_cols = tensor.shape
+        n_rows, n_cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         row_bytes = tensor.n_bytes // n_rows
         data = self.source.data(name)
         packed, start = [], 0
@@ -146,7 +171,7 @@ class Packer:
             part, kind = data[start * row_bytes : (start + n) * row_bytes], tensor.type_name
             # one matrix can be most of a file: what of it is packed need not stay until all is
             release: Callable[[int, int], None] | None = functools.partial(self._drop, name, start * row_bytes)
-            if self.quantization and kind in FLOATS and n_cols % 32 == 0:
+            if quantise and self.quantization and kind in FLOATS and n_cols % 32 == 0:
                 part, kind, release = to_q8_0(part, kind, n_cols), "Q8_0", None
             packed.append(PackedMatrix.pack(self.pool, kind, part, n, n_cols, order, release))
             start += n

@@ -4,7 +4,8 @@ import gguf
 import numpy as np
 
 from pagedkv import PagedKVCache
-from pagedkv.core.forward import ForwardModel, Layer
+from pagedkv.core.forward import ForwardModel
+from pagedkv.core.layer import Layer
 from pagedkv.core.matmul import PackedMatrix
 
 EPS = 1e-5

@@ -6,7 +6,8 @@ import numpy as np
 from fakes import FakeTokenizer, successor
 
 from pagedkv.core._kernels import ThreadPool
-from pagedkv.core.forward import ForwardModel, Layer
+from pagedkv.core.forward import ForwardModel
+from pagedkv.core.layer import Layer
 from pagedkv.core.matmul import PackedMatrix
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 61, 32, 2, 1, 16, 32

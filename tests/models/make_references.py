@@ -26,6 +26,7 @@ def rope(kind, theta=500.0, **more):
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE = {"long_factor": LONG, "short_factor": SHORT}
+EXPERTS = WIDE | rope("default") | {"num_local_experts": 6, "num_experts_per_tok": 2}
 CASES = {
     "llama": ("llama", WIDE | rope("default")),
     "llama-tied": ("llama", rope("default") | {"tie_word_embeddings": True}),
@@ -39,6 +40,9 @@ CASES = {
     "qwen2-window": ("qwen2", rope("default") | {"num_hidden_layers": 3, "use_sliding_window": True,
                                                  "sliding_window": tiny.WINDOW, "max_window_layers": 1}),
     "qwen3": ("qwen3", WIDE | rope("default")),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": True}),
+    "qwen3_moe-all": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": False}),
+    "mixtral": ("mixtral", EXPERTS | {"sliding_window": tiny.WINDOW}),
     "olmo2": ("olmo2", rope("default")),
     "granite": ("granite", rope("default") | {"attention_multiplier": 0.2, "embedding_multiplier": 3.0,
                                               "residual_multiplier": 0.3, "logits_scaling": 2.5}),
@@ -77,7 +81,8 @@ def main():
         shapes = {name: list(x.shape) for name, x in model.state_dict().items()}
         if config.tie_word_embeddings:
             shapes.pop("lm_head.weight", None)
-        found = {name: torch.from_numpy(x) for name, x in tiny.weights(case, shapes).items()}
+        shapes = tiny.hub_shapes(kind, shapes)
+        found = {name: torch.from_numpy(x) for name, x in tiny.fused(tiny.weights(case, shapes)).items()}
         missing, unexpected = model.load_state_dict(found, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
         model.tie_weights()

@@ -10,7 +10,7 @@ EXPECTED = np.load(tiny.HERE / "references.npz")
 CASES = sorted(name for name in tiny.REFERENCES if not name.startswith("rope-"))
 # GGUF has no dynamic scaling, no window for qwen2
 GGUF_CASES = [case for case in CASES if case not in ("llama-dynamic", "qwen2-window")]
-WINDOWED = ["mistral", "qwen2-window", "phi3", "gemma2", "gemma3_text"]
+WINDOWED = ["mistral", "mixtral", "qwen2-window", "phi3", "gemma2", "gemma3_text"]
 
 
 def open_llm(path, **options):

@@ -103,7 +103,7 @@ def test_stop_tokens(tmp_path):
         ("llama.rope.scaling.type", w.STRING, "spiral", "'spiral' is not supported; supported: none, "),
         ("llama.rope.scaling.type", w.STRING, "longrope", "longrope needs rope_factors_long.weight"),
         ("llama.rope.scaling.factor", w.F32, 0.0, "0 is not in [0.001, 1e+06]"),
-        ("llama.expert_count", w.U32, 8, "8 is not supported"),
+        ("llama.expert_count", w.U32, 5000, "5000 is not in [0, 4096]"),
         ("llama.attention.sliding_window", w.I32, -1, "-1 is not in [0, 134217728]"),
         ("llama.embedding_scale", w.F32, 2.0, "2.0 is not supported"),
         ("tokenizer.ggml.bos_token_id", w.U32, 5000, "5000 is not in [0, 270]"),

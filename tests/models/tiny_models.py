@@ -41,6 +41,52 @@ def weights(case: str, shapes: dict[str, list[int]]) -> dict[str, np.ndarray]:
     return found
 
 
+def hub_shapes(kind: str, shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Names and shapes as files on the hub have them, from those in memory, where all experts share two tensors."""
+    found = {}
+    for name, shape in shapes.items():
+        layer, _, part = name.rpartition(".mlp.")
+        block, parts = (
+            (f"{layer}.block_sparse_moe", "w1 w3 w2")
+            if kind == "mixtral"
+            else (f"{layer}.mlp", "gate_proj up_proj down_proj")
+        )
+        gate, up, down = parts.split()
+        if part == "experts.gate_up_proj":
+            n, rows, columns = shape
+            found |= {f"{block}.experts.{i}.{x}.weight": [rows // 2, columns] for i in range(n) for x in (gate, up)}
+        elif part == "experts.down_proj":
+            found |= {f"{block}.experts.{i}.{down}.weight": shape[1:] for i in range(shape[0])}
+        elif part == "gate.weight":
+            found[f"{block}.gate.weight"] = shape
+        else:
+            found[name] = shape
+    return found
+
+
+def experts_of(tensors: dict[str, np.ndarray]) -> dict[tuple[str, str], np.ndarray]:
+    """{(block, "gate", "up" or "down"): [experts, rows, columns]} of tensors by their names on the hub."""
+    kinds = {"w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up", "w2": "down", "down_proj": "down"}
+    found: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    for name, x in tensors.items():
+        block, _, rest = name.partition(".experts.")
+        if rest:
+            i, kind, _ = rest.split(".")
+            found.setdefault((block, kinds[kind]), {})[int(i)] = x
+    return {key: np.stack([parts[i] for i in range(len(parts))]) for key, parts in found.items()}
+
+
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors by their names in the memory of transformers, from those on the hub."""
+    found = {name.replace(".block_sparse_moe.", ".mlp."): x for name, x in tensors.items() if ".experts." not in name}
+    stacks = experts_of(tensors)
+    for block in {block for block, _ in stacks}:
+        to = block.replace(".block_sparse_moe", ".mlp")
+        gate_up = np.concatenate([stacks[block, "gate"], stacks[block, "up"]], axis=1)
+        found |= {f"{to}.experts.gate_up_proj": gate_up, f"{to}.experts.down_proj": stacks[block, "down"]}
+    return found
+
+
 def hash_of(text: str) -> int:
     """A number for a text, the same in every process."""
     return sum((i + 1) * 1009 * ord(c) for i, c in enumerate(text))
@@ -87,14 +133,16 @@ def directory(case: str, path: Path, n_shards: int = 1, **changes) -> Path:
 ARCH = {
     "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3", "granite": "GRANITE", "qwen2": "QWEN2",
     "qwen3": "QWEN3", "olmo2": "OLMO2", "phi3": "PHI3", "gemma": "GEMMA", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3",
+    "qwen3_moe": "QWEN3MOE", "mixtral": "LLAMA",
 }  # fmt: skip
-ADJACENT = ("llama", "mistral", "smollm3", "granite")
+ADJACENT = ("llama", "mistral", "mixtral", "smollm3", "granite")
 
 
-def gguf_file(case: str, path: Path, **writer) -> Path:
+def gguf_file(case: str, path: Path, stacked: bool = True, **writer) -> Path:
     """The same model as GGUF, written by the gguf package with the names and conventions of llama.cpp's converters.
 
-    writer: more arguments of GGUFWriter.
+    stacked: one tensor for a matrix of all experts, not one each as in the oldest files. writer: more arguments of
+    GGUFWriter.
     """
     entry = REFERENCES[case]
     config, kind = entry["config"], entry["config"]["model_type"]
@@ -130,7 +178,14 @@ def gguf_file(case: str, path: Path, **writer) -> Path:
             out.add_tensor(f"rope_factors_{x}.weight", np.array(full[f"{x}_factor"], np.float32))
     if kind == "gemma3_text":
         out.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
-    if kind in ("mistral", "phi3", "gemma2", "gemma3_text") and "sliding_window" in config:
+    if "num_experts_per_tok" in config:
+        out.add_expert_count(config["num_local_experts"])
+        out.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        out.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("norm_topk_prob") is False:
+        out.add_expert_weights_norm(False)
+    if kind in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text") and "sliding_window" in config:
         out.add_sliding_window(config["sliding_window"])
     if kind == "gemma2":
         out.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -149,7 +204,16 @@ def gguf_file(case: str, path: Path, **writer) -> Path:
     out.add_bos_token_id(1)
     out.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(arch, n_layers)
-    for name, x in weights(case, entry["shapes"]).items():
+    tensors = weights(case, entry["shapes"])
+    for (block, part), x in experts_of(tensors).items():
+        to = names.get_name(f"{block}.gate").replace("gate_inp", part)
+        if stacked:
+            out.add_tensor(f"{to}_exps.weight", x)
+        for i in range(0 if stacked else len(x)):
+            out.add_tensor(f"{to}.{i}.weight", np.ascontiguousarray(x[i]))
+    for name, x in tensors.items():
+        if ".experts." in name:
+            continue
         if kind in ADJACENT and ("q_proj" in name or "k_proj" in name):
             n = heads if "q_proj" in name else config["num_key_value_heads"]
             x = x.reshape(n, 2, head_dim // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
