@@ -149,6 +149,23 @@ class TestChoice:
         assert np.array_equal(logits_of(quantised_file(tmp_path / "b.gguf", {}, change=spoil)), plain)
         assert not np.array_equal(logits_of(quantised_file(tmp_path / "c.gguf", {}, change=spoil_one)), plain)
 
+    def test_a_tie_below_a_later_larger_one(self, tmp_path):
+        """Experts 0 and 1 tie where 2 is the largest, and 3 and 4 elsewhere: 1 and 5 are never used."""
+
+        def rank(arrays):
+            for name, x in arrays.items():
+                if "ffn_gate_inp" in name:
+                    x[:] = np.array([1.0, 1.0, 2.0, -3.0, -3.0, -2.0])[:, None] * x[0]
+
+        def spoil(arrays):
+            rank(arrays)
+            for name, x in arrays.items():
+                if "_exps" in name:
+                    x[[1, 5]] = 7
+
+        plain = logits_of(quantised_file(tmp_path / "a.gguf", {}, change=rank))
+        assert np.array_equal(logits_of(quantised_file(tmp_path / "b.gguf", {}, change=spoil)), plain)
+
     def test_the_largest_logits(self, tmp_path):
         """With router rows 0, 1, 2, ... times one of them, each token uses the first or the last two experts."""
 

@@ -77,6 +77,25 @@ class TestFiles:
         del server.repos["owner/many"]["sub/b-00002-of-00002.gguf"]
         assert "no file sub/b-00002-of-00002.gguf" in refused("hf:owner/many@v2/sub/b-00001-of-00002.gguf")
 
+    def test_a_split_model_is_there_whole_or_not(self, served, home, monkeypatch):
+        """Whichever part cannot be put in its place, the first one is not there yet, and the next pull ends it."""
+        names = [f"b-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+        served(one={name: FILE[i:] for i, name in enumerate(names)})
+        replace = hub.Path.replace
+        for bad in names:
+
+            def refuse(path, target, bad=bad):
+                if target.name == bad:
+                    raise OSError(5, "Input/output error")
+                return replace(path, target)
+
+            monkeypatch.setattr(hub.Path, "replace", refuse)
+            assert refused("hf:owner/one").endswith("Input/output error")
+            assert not list(home.rglob(names[0]))
+        monkeypatch.setattr(hub.Path, "replace", replace)
+        path = pull("hf:owner/one", progress=False)
+        assert [path.with_name(name).read_bytes() for name in names] == [FILE[i:] for i in range(3)]
+
     def test_many_choices_are_cut(self, served):
         served(many={f"{i:02}.gguf": FILE for i in range(40)})
         assert refused("hf:owner/many").endswith("10.gguf, 11.gguf and 28 more")
