@@ -6,7 +6,8 @@
 loop. The peer is bench/block_pool.py: the algorithm of vLLM's BlockPool in pure Python, which is what an engine written
 in Python pays. One call of ours is compared with one call of the peer: single blocks with single pages, lists of 250
 and 1,000 with sequences of as many. Their bias: the peer is timed without the rest of its engine and takes no lock. A
-sample lasts about a millisecond, so that on a shared machine most of them are not interrupted.
+sample is about a millisecond of processor time, so that on a shared machine most are not interrupted and none pays for
+the wait.
 """
 
 import argparse
@@ -29,9 +30,9 @@ def resident_bytes():
 
 
 def timed(function, n):
-    start = time.perf_counter()
+    start = time.thread_time()
     function(n)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def rows(samples, n_operations):
