@@ -14,7 +14,8 @@ COMMAND = [sys.executable, "-P", "-m", "pagedkv"]
 
 def environment(**changes):
     """Environment for a child that imports the same pagedkv from any directory; `changes` with None are unset."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PAGEDKV_ISA", "PAGEDKV_THREADS")}
+    dropped = ("PAGEDKV_ISA", "PAGEDKV_THREADS", "PYTHONUNBUFFERED")  # the last hides what is left in buffers
+    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     changed = inherited | {"PYTHONPATH": str(PACKAGES)} | changes
     return {name: value for name, value in changed.items() if value is not None}
 
