@@ -116,8 +116,22 @@ def test_doctor_reports_to_the_end_where_nothing_is_built(unbuilt):
     assert "problem: " + str(unbuilt) in result.stdout and "install pagedkv again" not in result.stdout
 
 
+def test_a_build_older_than_a_source_says_what_to_do(unbuilt):
+    """As after pulling a change that adds a module."""
+    core = unbuilt / "pagedkv" / "core"
+    for path in (command_line.PACKAGES / "pagedkv" / "core").glob("*.so"):
+        (core / path.name).symlink_to(path)
+    command = [sys.executable, "-c", "import pagedkv.core.arena"]
+    environment = command_line.environment(PYTHONPATH=None, PYTHONSAFEPATH=None)
+    assert subprocess.run(command, cwd=unbuilt, env=environment).returncode == 0
+    (core / "brand_new.pyx").touch()
+    result = subprocess.run(command, capture_output=True, text=True, cwd=unbuilt, env=environment)
+    assert "build_ext --inplace" in result.stderr.splitlines()[-1]
+
+
 def test_an_installation_without_its_compiled_part_says_so(unbuilt):
-    (unbuilt / "pagedkv" / "core" / "_kernels.pyx").unlink()
+    for path in (unbuilt / "pagedkv" / "core").glob("*.pyx"):
+        path.unlink()
     command = [sys.executable, "-c", "import pagedkv.core"]
     environment = command_line.environment(PYTHONPATH=None, PYTHONSAFEPATH=None)
     result = subprocess.run(command, capture_output=True, text=True, cwd=unbuilt, env=environment)

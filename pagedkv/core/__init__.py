@@ -1,14 +1,16 @@
 """The compiled part. Importing it where nothing was compiled is one ImportError that says what to do."""
 
 from importlib.machinery import PathFinder as _PathFinder
-from os.path import exists as _exists
+from os import listdir as _listdir
 
 
 def _require_build(directory: str) -> None:
-    """ImportError, one line, when `directory`, of this package, has no module that this Python can load."""
-    if _PathFinder.find_spec("_kernels", [directory]):
+    """ImportError, one line, when `directory`, of this package, lacks modules that this Python can load: all of them,
+    or those whose source came after the last build."""
+    sources = [name.removesuffix(".pyx") for name in _listdir(directory) if name.endswith(".pyx")]
+    if all(_PathFinder.find_spec(name, [directory]) for name in sources or ["_kernels"]):
         return
-    if _exists(f"{directory}/_kernels.pyx"):
+    if sources:
         root = directory.removesuffix("/pagedkv/core")
         raise ImportError(
             f"{root} holds the source of pagedkv, not built for this Python: to use an installed pagedkv, start in "
