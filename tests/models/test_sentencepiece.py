@@ -4,11 +4,13 @@ import json
 import random
 from pathlib import Path
 
+import corpus
 import gguf_writer as w
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from library_spm import library_spm
 from reference_spm import MARK, ReferenceSPM
 
 from pagedkv.models.errors import ModelError
@@ -78,6 +80,35 @@ class TestEncoding:
             for _ in range(50):
                 text = "".join(rng.choices("ab ", k=rng.randrange(20)))
                 assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text), (tokens, text)
+
+    @pytest.mark.parametrize("bytes_too", [True, False])
+    def test_against_the_library(self, tmp_path, bytes_too):
+        """Random vocabularies of every type of token, many scores equal, against the `tokenizers` library."""
+        rng = random.Random(7)
+        letters = "ab<" + MARK + "é☕"
+        for i in range(60):
+            words = sorted({"".join(rng.choices(letters, k=rng.randrange(1, 6))) for _ in range(40)})
+            rng.shuffle(words)
+            kinds = {word: rng.choice([1, 1, 1, 1, 1, 4, 5]) for word in words}
+            table = [*SPECIAL, *(BYTES if bytes_too else []), *kinds.items(), ("  ", 4), ("x" * rng.randrange(1, 9), 4)]
+            tokens, types = [t for t, _ in table if t != MARK * 2], [k for t, k in table if t != MARK * 2]
+            scores = [float(rng.randrange(-9, 2)) for _ in tokens]
+            unknown = None if i % 3 == 0 else 0
+            keys = {} if i % 3 else {"tokenizer__ggml__unknown_token_id": None}
+            tokenizer = build(tmp_path, tokens, types, scores, prefix=i % 2, **keys)
+            library = library_spm(tokens, scores, types, bool(i % 2), unknown)
+            for _ in range(60):
+                text = "".join(rng.choices("aaabb< é☕xy\x00" + MARK, k=rng.randrange(30)))
+                assert tokenizer.encode(text, add_special_tokens=False) == library(text), (table, scores, text)
+
+    def test_long_texts(self, bare):
+        """The work grows with the length of a text, and its buffers hold the worst of them."""
+        reference = ReferenceSPM(TOKENS, SCORES, TYPES, False)
+        for unit in ("hello world", " ", "☕", "ababab", "\U0001f600 "):
+            many = bare.encode(unit * 20000, add_special_tokens=False)
+            some = reference.encode(unit * 40)
+            assert many[: len(some) // 2] == some[: len(some) // 2]
+            assert bare.decode(many) == unit * 20000
 
     def test_unknown_characters_become_bytes(self, bare):
         assert bare.encode("☕", add_special_tokens=False) == [
@@ -179,6 +210,15 @@ class TestRealGemma:
         known = json.loads(Path(__file__).with_name("gemma3_ids.json").read_text())[case]
         assert gemma.encode(known["text"]) == known["ids"]
         assert gemma.decode(known["ids"]) == known["text"]
+
+    def test_five_thousand_lines(self, gemma, gemma3_path):
+        with GGUFFile(gemma3_path) as file:
+            tokens, scores, types = (file.metadata[f"tokenizer.ggml.{x}"] for x in ("tokens", "scores", "token_type"))
+            prefix = file.metadata["tokenizer.ggml.add_space_prefix"]
+            unknown = file.metadata["tokenizer.ggml.unknown_token_id"]
+            library = library_spm(list(tokens), scores.tolist(), types.tolist(), prefix, unknown)
+        for line in corpus.lines(5000):
+            assert gemma.encode(line, add_special_tokens=False) == library(line)
 
     def test_facts(self, gemma):
         assert (gemma.vocab_size, gemma.bos_token_id, gemma.eos_token_id, gemma.add_bos) == (262144, 2, 1, True)

@@ -1,11 +1,11 @@
 """The tokenizer against an independent byte-level BPE, known ids of the real model, and its promises."""
 
 import json
-import random
 import threading
 import unicodedata
 from pathlib import Path
 
+import corpus
 import gguf_writer as w
 import pytest
 import tiny
@@ -17,11 +17,6 @@ from pagedkv.models.errors import ModelError
 from pagedkv.models.gguf import GGUFFile
 from pagedkv.models.pretokenizers import PRE_TOKENIZERS
 from pagedkv.models.tokenizer import Tokenizer
-
-POOLS = [
-    "abcXYZ", "   \t\n\r", "0123½²", "日本語", "👩\u200d👦☕🎉", "éüßñ", "'sdtrevml", "_-#!.,;\"<>|",
-    "\u00a0\u2009\u3000\u200b\x00", "عربيहिन्दी", "e\u0301o\u0308",
-]  # fmt: skip
 
 
 def build(tmp_path, **changes) -> Tokenizer:
@@ -40,16 +35,6 @@ def smollm2(smollm2_path):
         return Tokenizer(file.metadata), file.metadata
 
 
-def lines(n: int) -> list[str]:
-    """Mixed text: this repository's own sources, and seeded strings over many scripts and all of assigned Unicode."""
-    rng = random.Random(7)
-    code = [line for path in sorted(Path(__file__).parent.glob("*.py")) for line in path.read_text().splitlines()]
-    mixed = ["".join(rng.choice(rng.choice(POOLS)) for _ in range(rng.randrange(40))) for _ in range(n // 2)]
-    # code points that this Python's Unicode tables do not know may be letters in newer ones
-    known = [c for c in map(chr, range(0x110000)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
-    return code[: n // 4] + mixed + ["".join(rng.choices(known, k=12)) for _ in range(n // 4)]
-
-
 class TestRealModel:
     @pytest.mark.parametrize("case", ["one_token", "short", "chat", "code", "unicode", "exact_page_multiple"])
     def test_known_ids(self, smollm2, case):
@@ -64,7 +49,7 @@ class TestRealModel:
             list(metadata["tokenizer.ggml.tokens"]), list(metadata["tokenizer.ggml.merges"]), digits=True
         )
         missing = {chr(b) for b in range(128) if reference.alphabet[b] not in reference.ids}
-        for line in lines(5000):
+        for line in corpus.lines(5000):
             ids = tokenizer.encode(line)
             assert ids == reference.encode(line), ascii(line)
             if not missing & set(line) and max(line, default="") < "\U00040000":
@@ -258,7 +243,7 @@ class TestText:
 
     def test_against_the_reference(self, tokenizer):
         reference = ReferenceBPE(tiny.TOKENS, tiny.MERGES, digits=True)
-        for line in lines(1000):
+        for line in corpus.lines(1000):
             if "<tool>" not in line:
                 assert tokenizer.encode(line) == reference.encode(line), ascii(line)
 
