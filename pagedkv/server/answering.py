@@ -17,6 +17,7 @@ from .service import Service
 
 M = TypeVar("M", bound=BaseModel)
 DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Job(Protocol):
@@ -48,7 +49,7 @@ def validated(model: type[M], raw: bytes) -> M:
 
 def encoded(value: Any) -> bytes:
     """Compact JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    return _JSON.encode(value).encode("utf-8")
 
 
 class JSONAnswer(Response):

@@ -28,6 +28,8 @@ GETS: tuple[tuple[str, type[BaseModel] | None, str, str], ...] = (
     ("/debug/arena", answers.ArenaAnswer, "The page pool between two steps", "application/json"),
     ("/openapi.json", None, "This document", "application/json"),
 )
+# each event of a stream; data is "[DONE]" or the JSON text of a chunk or an error
+EVENT = {"type": "object", "properties": {"data": {"type": "string", "minLength": 1}}, "required": ["data"]}
 OPEN = ("/health", "/ready")
 REFUSALS = {
     "400": "The request is not understood, or asks for what this server cannot do",
@@ -58,7 +60,7 @@ def document(settings: ServerSettings, model_names: Sequence[str]) -> dict[str, 
     for path, asked, answer, text, streams in POSTS:
         content: dict[str, Any] = {"application/json": {"schema": schemas[answer]}}
         if streams:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": EVENT}
         refusals = [code for code in REFUSALS if code != "401" or secured]
         paths[path] = {
             "post": {

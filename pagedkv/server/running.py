@@ -3,14 +3,40 @@
 import asyncio
 import signal
 import socket
+import sys
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from .service import Service
 
+MAX_HEAD_BYTES = 1 << 16  # of request line and headers
+SWITCH_SECONDS = 0.0005  # the engine must not wait for the event loop to finish a round of sending
 LAST_BYTES_SECONDS = 5  # for connections to take what is left once the engine has stopped
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's fast HTTP protocol, with a bound on what a client may send before its body."""
+
+    n_head_bytes = 0
+    in_head = True
+
+    def on_message_begin(self) -> None:
+        self.n_head_bytes, self.in_head = 0, True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.in_head and not self.transport.is_closing():
+            self.n_head_bytes += len(data)
+            if self.n_head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(f"more than {MAX_HEAD_BYTES} bytes before the body")
 
 
 class GracefulServer(uvicorn.Server):
@@ -46,18 +72,24 @@ class GracefulServer(uvicorn.Server):
             self.should_exit = True
 
 
-def serve(app: Starlette, listener: socket.socket, *, access_log: bool = False) -> bool:
-    """Serve on a bound socket until a signal; whether it was Ctrl-C. Call in the main thread."""
-    config = uvicorn.Config(
+def configured(app: Starlette, *, access_log: bool = False) -> uvicorn.Config:
+    """How uvicorn is to run the application."""
+    return uvicorn.Config(
         app,
-        log_level="info" if access_log else "warning",
+        http=BoundedProtocol,
+        log_level="info" if access_log else "error",
         access_log=access_log,
         ws="none",
         lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=LAST_BYTES_SECONDS,
     )
-    server = GracefulServer(config, app.state.service)
+
+
+def serve(app: Starlette, listener: socket.socket, *, access_log: bool = False) -> bool:
+    """Serve on a bound socket until a signal; whether it was Ctrl-C. Call in the main thread."""
+    server = GracefulServer(configured(app, access_log=access_log), app.state.service)
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         server.run(sockets=[listener])
     finally:

@@ -26,6 +26,8 @@ class Live:
     """
 
     def __init__(self, llm, app, send_buffer=None):
+        from pagedkv.server.running import configured
+
         self.llm, self.service = llm, app.state.service
         listener = socket.socket()
         if send_buffer is not None:  # of every connection
@@ -33,7 +35,7 @@ class Live:
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="on"))
+        self.server = uvicorn.Server(configured(app))
         self.loop = None
         self._thread = threading.Thread(target=self._run, args=[listener], name="server")
         self._thread.start()

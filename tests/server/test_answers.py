@@ -1,5 +1,8 @@
 """Answers of a live server through the official client, each compared with what the engine gives in this process."""
 
+import re
+from pathlib import Path
+
 import pytest
 from conftest import MODEL
 
@@ -241,3 +244,15 @@ def test_a_deadline_keeps_the_text_so_far(real):
     body = {"prompt": "Count:", "max_tokens": 5000, "ignore_eos": True, "timeout": 0.5}
     choice = real.post("/v1/completions", body).json()["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "timeout") and choice["text"]
+
+
+def test_the_guides_examples(real, capsys):
+    """docs/server.md: what it shows for curl and for the official client is answered."""
+    guide = (Path(__file__).parent.parent.parent / "docs" / "server.md").read_text()
+    guide = guide.replace("http://127.0.0.1:8000", real.url).replace("smollm2-135m-instruct", MODEL)
+    url, body = re.search(r"curl (\S+) -H 'Content-Type: application/json' -d '(.*?)'", guide, re.DOTALL).groups()
+    response = real.http.post(url, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 200 and response.text.endswith("data: [DONE]\n\n")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "OpenAI(" in block)
+    exec(compile(code, "server.md", "exec"), {})
+    assert real.service.fingerprint in capsys.readouterr().out

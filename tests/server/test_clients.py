@@ -217,9 +217,9 @@ GET, POST = b"GET /health HTTP/1.1\r\nHost: x\r\n", b"POST /tokenize HTTP/1.1\r\
 JSON, CHUNKED = b"Content-Type: application/json\r\n", b"Transfer-Encoding: chunked\r\n"
 BAD_HTTP = [
     # data, status; None: it waits for the rest; 0: as the HTTP library likes, but no failure
-    (b"", None), (b"\r\n\r\n", 0), (b"hello\r\n\r\n", 400), (b"GET / HTTP/9.9\r\n\r\n", 0), (GET, None),
-    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n" + b"\0" * 200, 400), (b"GET /health HTTP/1.1\r\n\r\n", 400),
-    (GET + b"Host: b\r\n\r\n", 400), (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 0),
+    (b"", None), (b"\r\n\r\n", None), (b"hello\r\n\r\n", 400), (b"GET / HTTP/9.9\r\n\r\n", 0), (GET, None),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n" + b"\0" * 200, 400), (b"GET /health HTTP/1.1\r\n\r\n", 0),
+    (GET + b"Host: b\r\n\r\n", 0), (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 0),
     (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", 400), (GET + b"A: b\r\n" * 20_000 + b"\r\n", 0),
     (POST + b"\r\n", 415), (POST + JSON + b"\r\n", 400), (POST + JSON + b"Content-Length: -5\r\n\r\n{}", 400),
     (POST + JSON + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n{}", 400),
@@ -238,6 +238,19 @@ def test_bad_http(small, data, status):
         assert answered.split(b" ")[1][:1] in (b"2", b"4"), answered[:200]
     else:
         assert answered == b"" if status is None else answered.startswith(b"HTTP/1.1 %d " % status), answered[:200]
+    assert small.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("piece", [b"A: b\r\n" * 1000, b"a" * 8000], ids=["headers", "one header"])
+@pytest.mark.parametrize("start", [GET, b"GET /"], ids=["in headers", "in the path"])
+def test_a_head_without_end(small, start, piece):
+    """What comes before a body is bounded, however it comes."""
+    with connect(small) as connection, suppress(ConnectionError):
+        connection.sendall(start)
+        for _ in range(200):
+            connection.sendall(piece)
+            time.sleep(0.001)
+        pytest.fail("the server read it all")
     assert small.http.get("/health").status_code == 200
 
 
