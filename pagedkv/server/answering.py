@@ -1,7 +1,7 @@
 """How a generation becomes an HTTP answer: whole, or as server-sent events."""
 
 import json
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -105,11 +105,12 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                async for index, output in generation.outputs():
-                    raise_failure(output)
-                    events = [self._before + encoded(delta) + self._after for delta in job.deltas(index, output)]
-                    if events:
-                        await self._send(send, b"".join(events))
+                async with aclosing(generation.outputs()) as outputs:
+                    async for index, output in outputs:
+                        raise_failure(output)
+                        events = [self._before + encoded(delta) + self._after for delta in job.deltas(index, output)]
+                        if events:
+                            await self._send(send, b"".join(events))
                 last = DONE
                 if job.include_usage:
                     last = b"data: " + encoded({**job.head, "choices": [], "usage": job.usage()}) + b"\n\n" + DONE

@@ -98,7 +98,7 @@ def _middleware(service: Service) -> list[Middleware]:
                 CORSMiddleware,
                 allow_origins=list(settings.cors_origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type"],
+                allow_headers=["*"],  # clients send many of their own
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         )

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import re
 import time
 import uuid
 from typing import Any
@@ -35,7 +36,8 @@ def prompts_of(service: Service, field: str, value: Any) -> list[tuple[str | Non
     try:
         return [service.llm.engine.admission.tokens_of(one) for one in listed]
     except ValueError as error:
-        raise from_refusal(error, [field]) from None
+        told = str(error) if field == "prompt" else re.sub("^prompt(_token_ids)?", field, str(error))
+        raise from_refusal(ValueError(told), [field]) from None
 
 
 class CompletionJob:

@@ -1,8 +1,8 @@
 """The engine's side of one HTTP request: its prompts, run together, and dropped when the client is gone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +41,8 @@ class Generation:
         generation = cls([])
         try:
             for index, (text, ids) in enumerate(work.prompts):
+                if index:
+                    await asyncio.sleep(0)  # others have their turn between many prompts
                 prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids}
                 if work.salt is not None:
                     prompt["cache_salt"] = work.salt
@@ -64,7 +66,7 @@ class Generation:
             raise
         return generation
 
-    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, its newest output), as they come."""
         if len(self._streams) == 1:
             async for output in self._streams[0]:
@@ -88,8 +90,9 @@ class Generation:
     async def finals(self) -> list[RequestOutput]:
         """The last output of each prompt."""
         last: dict[int, RequestOutput] = {}
-        async for index, output in self.outputs():
-            last[index] = output
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                last[index] = output
         return [last[index] for index in range(len(self._streams))]
 
     async def aclose(self) -> None:

@@ -14,6 +14,7 @@ from .service import Service
 
 MAX_HEAD_BYTES = 1 << 16  # of request line and headers
 SWITCH_SECONDS = 0.0005  # the engine must not wait for the event loop to finish a round of sending
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep idle connections
 LAST_BYTES_SECONDS = 5  # for connections to take what is left once the engine has stopped
 
 
@@ -80,6 +81,7 @@ def configured(app: Starlette, *, access_log: bool = False) -> uvicorn.Config:
         log_level="info" if access_log else "error",
         access_log=access_log,
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="on",
         server_header=False,
         timeout_graceful_shutdown=LAST_BYTES_SECONDS,
