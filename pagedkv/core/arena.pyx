@@ -6,6 +6,7 @@ poison (level 1) before it does anything.
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_FillInfo
+from cpython.number cimport PyNumber_Index
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t
 from libc.string cimport memset
 
@@ -32,12 +33,15 @@ cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes,
                            int64_t growth_pages, uint32_t flags) noexcept nogil:
     """Make an arena of n_pages pages that may grow to max_pages (0: fixed) in steps of growth_pages (0: n_pages).
 
-    BAD_INPUT when a size is out of range, POOL_EXHAUSTED when the system refuses memory; *out is NULL then.
+    BAD_INPUT when a size is out of range or out is NULL, POOL_EXHAUSTED when the system refuses memory; *out is NULL
+    then.
     """
     cdef pkv_arena *a
     cdef int64_t stride
     cdef int64_t guard_bytes = 8 if flags & PKV_ARENA_GUARD else 0
     cdef uint32_t i
+    if out == NULL:
+        return -PKV_BAD_INPUT
     out[0] = NULL
     if max_pages == 0:
         max_pages = n_pages
@@ -504,13 +508,23 @@ cdef object no_page(pkv_arena *a, int64_t code, i):
     return error(code, a, f"page index {i} is outside [0, {a.n_pages if a != NULL else 0})")
 
 
+cdef object integer(str name, value):
+    """value as an int; BadInput for what is no integer."""
+    try:
+        return PyNumber_Index(value)
+    except TypeError:
+        raise error(-PKV_BAD_INPUT, NULL, f"{name}: {value!r} is not an integer") from None
+
+
 cdef int64_t bounded(str name, value, int64_t low, int64_t high) except -1:
-    """value as int64 when it lies in [low, high], low >= 0; else BadInput."""
+    """value as int64 when it is an integer in [low, high], low >= 0; else BadInput."""
+    value = integer(name, value)
     if not low <= value <= high:
         raise error(-PKV_BAD_INPUT, NULL, f"{name}: {value} is outside [{low}, {high}]")
     return value
 
 
 cdef int64_t index(value) except? -2:
-    """A page index as int64; what does not fit is out of every range."""
+    """A page index as int64; what does not fit is out of every range. BadInput for what is no integer."""
+    value = integer("page index", value)
     return value if -1 <= value < PKV_MAX_PAGES else -1

@@ -175,6 +175,8 @@ cdef int64_t pkv_prefix_new(pkv_prefix **out, pkv_arena *arena, int64_t page_tok
     """
     cdef pkv_prefix *p
     cdef int64_t status
+    if out == NULL:
+        return -PKV_BAD_INPUT
     out[0] = NULL
     if not pkv_arena_is_valid(arena):
         return -PKV_TAMPER
@@ -284,7 +286,7 @@ cdef int64_t pkv_prefix_lookup(pkv_prefix *p, const int32_t *tokens, int64_t n_t
     cdef uint32_t parent = PKV_NO_PAGE
     cdef uint64_t hash
     cdef int64_t result
-    if n_tokens < 0:
+    if n_tokens < 0 or (n_tokens and tokens == NULL):
         return -PKV_BAD_INPUT
     result = enter_prefix(p)
     if result:
@@ -317,7 +319,7 @@ cdef int64_t pkv_prefix_match(pkv_prefix *p, pkv_seq *s, const int32_t *tokens, 
     if result:
         return result
     a = p.arena
-    if n_tokens < 0 or s.n_pages_used:
+    if n_tokens < 0 or (n_tokens and tokens == NULL) or s.n_pages_used:
         unlock(a)
         return -PKV_BAD_INPUT
     p.num_queried += n_tokens
@@ -372,7 +374,7 @@ cdef int64_t pkv_prefix_insert(pkv_prefix *p, pkv_seq *s, const int32_t *tokens,
     if result:
         return result
     a = p.arena
-    if n_tokens < 0 or n_tokens // p.page_tokens > s.n_pages_used:
+    if n_tokens < 0 or (n_tokens and tokens == NULL) or n_tokens // p.page_tokens > s.n_pages_used:
         unlock(a)
         return -PKV_BAD_INPUT
     hash = p.seed
@@ -468,6 +470,7 @@ cdef class PrefixIndex:
         cdef int64_t code
         if self.ptr != NULL:
             raise error(-PKV_BAD_INPUT, NULL, "prefix index is initialised already")
+        page_tokens, seed = integer("page_tokens", page_tokens), integer("seed", seed)
         if not 0 < page_tokens <= PKV_MAX_PAGES:
             raise error(-PKV_BAD_INPUT, NULL, f"page_tokens: {page_tokens} is outside [1, {PKV_MAX_PAGES}]")
         if not 0 <= seed < 1 << 64:

@@ -46,6 +46,8 @@ cdef void register(pkv_arena *a, pkv_seq *s) noexcept nogil:
 cdef int64_t pkv_seq_new(pkv_seq **out, pkv_arena *arena, int64_t seq_id, int64_t max_pages) noexcept nogil:
     """Make an empty sequence. BAD_INPUT, TAMPER, or POOL_EXHAUSTED when memory is refused; *out is NULL then."""
     cdef pkv_seq *s
+    if out == NULL:
+        return -PKV_BAD_INPUT
     out[0] = NULL
     if not 0 < max_pages <= PKV_MAX_PAGES:
         return -PKV_BAD_INPUT
@@ -183,7 +185,7 @@ cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) n
     cdef uint32_t n_pages, i, refcount
     cdef int64_t k = 0
     cdef int64_t result
-    if n < 0:
+    if n < 0 or (n and pages == NULL):
         return -PKV_BAD_INPUT
     result = enter_seq(s)
     if result:
@@ -222,6 +224,8 @@ cdef int64_t pkv_seq_snapshot(pkv_seq **out, pkv_seq *s) noexcept nogil:
     cdef pkv_seq *copy
     cdef int64_t k, result
     cdef pkv_arena *a
+    if out == NULL:
+        return -PKV_BAD_INPUT
     out[0] = NULL
     if not pkv_seq_is_valid(s):
         return -PKV_TAMPER
@@ -404,6 +408,7 @@ cdef class Sequence:
         cdef int64_t code
         if self.ptr != NULL:
             raise error(-PKV_BAD_INPUT, NULL, "sequence is initialised already")
+        max_pages, seq_id = integer("max_pages", max_pages), integer("seq_id", seq_id)
         if not 0 < max_pages <= PKV_MAX_PAGES:
             raise error(-PKV_BAD_INPUT, NULL, f"max_pages: {max_pages} is outside [1, {PKV_MAX_PAGES}]")
         if not -(1 << 63) <= seq_id < 1 << 63:
@@ -485,8 +490,9 @@ cdef class Sequence:
 
     def append_pages(self, n):
         """Append n pages, all or none; returns the list of their indices. Raises as append_page, BadInput for n < 0."""
-        cdef int64_t k, code
-        cdef int64_t count = n if 0 <= n <= PKV_MAX_PAGES else (-1 if n < 0 else PKV_MAX_PAGES)
+        cdef int64_t k, code, count
+        n = integer("append_pages", n)
+        count = n if 0 <= n <= PKV_MAX_PAGES else (-1 if n < 0 else PKV_MAX_PAGES)
         code = pkv_seq_append_pages(self.ptr, count)
         if code < 0:
             raise self.refuse(code, f"append_pages: {n} pages" if code != -PKV_POOL_EXHAUSTED else "")
@@ -498,14 +504,16 @@ cdef class Sequence:
         Raises SequenceFull, BadInput when i is not a page of the arena, NotFound when nobody holds it; nothing changed
         then.
         """
-        cdef int64_t code = pkv_seq_share_page(self.ptr, i if 0 <= i < PKV_MAX_PAGES else -1)
+        cdef int64_t code
+        i = integer("page index", i)
+        code = pkv_seq_share_page(self.ptr, i if 0 <= i < PKV_MAX_PAGES else -1)
         if code < 0:
             raise self.refuse(code, "one more page" if code == -PKV_SEQ_FULL else f"page index {i} {flaw(self, code)}")
         return code
 
     def share_pages(self, pages):
         """Share each page of an iterable of indices, in order, all or none. Raises as share_page."""
-        cdef list wanted = list(pages)
+        cdef list wanted = [integer("page index", i) for i in pages]
         cdef Py_ssize_t k
         cdef Py_ssize_t n = len(wanted)
         cdef int64_t code = -PKV_POOL_EXHAUSTED
@@ -539,8 +547,9 @@ cdef class Sequence:
         Copies exactly once when the page is shared, never when it is not. Raises BadInput when i is not in the table,
         PoolExhausted with nothing changed. The prefix index forgets the page and all that follow it.
         """
-        cdef int64_t code
-        cdef int64_t k = i if -1 <= i <= PKV_MAX_PAGES else -1
+        cdef int64_t code, k
+        i = integer("write_page", i)
+        k = i if -1 <= i <= PKV_MAX_PAGES else -1
         with nogil:
             code = pkv_seq_write_page(self.ptr, k)
         if code < 0:
@@ -552,7 +561,9 @@ cdef class Sequence:
         """Keep the first n pages. The last page is dropped first and the first to be reused. BadInput when n is not in
         [0, n_pages].
         """
-        cdef int64_t code = pkv_seq_truncate_pages(self.ptr, n if -1 <= n <= PKV_MAX_PAGES else -1)
+        cdef int64_t code
+        n = integer("truncate_pages", n)
+        code = pkv_seq_truncate_pages(self.ptr, n if -1 <= n <= PKV_MAX_PAGES else -1)
         if code:
             raise self.refuse(code, f"truncate_pages: {n} is outside [0, {pkv_seq_n_pages(self.ptr)}]")
 

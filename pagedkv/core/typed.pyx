@@ -35,6 +35,11 @@ cdef bint has_shape(const pkv_kv_pages *p) noexcept nogil:
             and 16 <= p.page_tokens <= PKV_SPLIT and p.page_tokens & (p.page_tokens - 1) == 0)
 
 
+cdef int64_t most_tokens(const pkv_kv_pages *p) noexcept nogil:
+    """Tokens of a table as long as there can be pages."""
+    return PKV_MAX_PAGES * p.page_tokens
+
+
 cdef int64_t page_bytes(const pkv_kv_pages *p) noexcept nogil:
     return p.n_layers * p.n_kv_heads * pkv_tile_bytes(<int>p.format, p.head_dim, p.page_tokens)
 
@@ -62,7 +67,9 @@ cdef int64_t pkv_kv_write(const pkv_kv_pages *p, const uint32_t *page_table, int
     cdef attention_view view
     cdef int64_t i, h, t
     cdef uint64_t mode
-    if not is_sound(p) or not 0 <= layer < p.n_layers or start < 0 or n < 0 or page_table == NULL or k == NULL or v == NULL:
+    if not is_sound(p) or not 0 <= layer < p.n_layers or n < 0 or not 0 <= start <= most_tokens(p) - n:
+        return -PKV_BAD_INPUT
+    if n and (page_table == NULL or k == NULL or v == NULL):
         return -PKV_BAD_INPUT
     if p.format == PKV_KV_INT8:
         for i in range(n * p.n_kv_heads * p.head_dim):
@@ -102,8 +109,8 @@ cdef int64_t attend_with(pkv_pool *pool, const pkv_kv_pages *p, const uint32_t *
     cdef int64_t n_threads = pool_threads(pool) if pool != NULL else 1
     cdef int64_t status = -PKV_POOL_EXHAUSTED
     cdef uint64_t mode
-    if (not is_sound(p) or how == NULL or not 0 <= layer < p.n_layers or not 0 <= n_queries <= n_tokens or page_table == NULL or q == NULL
-            or out == NULL or not 0 < how.n_heads < 1 << 16 or how.n_heads % p.n_kv_heads or how.window < 0 or not isfinite(how.scale)
+    if (not is_sound(p) or how == NULL or not 0 <= layer < p.n_layers or not 0 <= n_queries <= n_tokens <= most_tokens(p)
+            or (n_queries and (page_table == NULL or q == NULL or out == NULL)) or not 0 < how.n_heads < 1 << 16 or how.n_heads % p.n_kv_heads or how.window < 0 or not isfinite(how.scale)
             or not isfinite(how.softcap) or how.softcap < 0):
         return -PKV_BAD_INPUT
     view = view_of(p)
@@ -131,6 +138,8 @@ cdef int64_t pkv_pool_new(pkv_pool **out, int64_t n_threads) noexcept nogil:
     """A pool of n_threads threads, the caller's included, started at the first call that uses it. BAD_INPUT outside [1, 1024],
     POOL_EXHAUSTED when memory is refused; *out is NULL then.
     """
+    if out == NULL:
+        return -PKV_BAD_INPUT
     out[0] = NULL
     if not 1 <= n_threads <= 1024:
         return -PKV_BAD_INPUT

@@ -204,7 +204,12 @@ def test_bad_ranges_and_null(api, pools):
         for i, argument in enumerate(arguments):
             if argument > 1000:
                 assert function(*arguments[:i], None, *arguments[i + 1 :]) == BAD
-    assert api.kv_page_bytes(None) == BAD
+    assert api.kv_page_bytes(None) == BAD and api.pool_new(None, 1) == BAD
+    assert api.kv_write(pages, None, 0, 0, 0, None, None) == 0
+    last = 0x7FFFFFF0 * 16  # tokens of as many pages as there can be
+    for start in (last, last + 1, (1 << 63) - 1):
+        assert api.kv_write(pages, table, 0, start, 1, address(k), address(v)) == BAD
+        assert api.kv_attend(pages, table, 0, start + 1 if start < 1 << 62 else start, 1, *attend[5:]) == BAD
     for n_threads in (0, -1, 1025, 1 << 40):
         assert api.make(api.pool_new, n_threads) == (BAD, 0)
     assert api.pool_destroy(None) == -Verdict.TAMPER
