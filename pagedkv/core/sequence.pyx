@@ -490,13 +490,14 @@ cdef class Sequence:
 
     def append_pages(self, n):
         """Append n pages, all or none; returns the list of their indices. Raises as append_page, BadInput for n < 0."""
-        cdef int64_t k, code, count
+        cdef int64_t k, code, count, stop
         n = integer("append_pages", n)
         count = n if 0 <= n <= PKV_MAX_PAGES else (-1 if n < 0 else PKV_MAX_PAGES)
         code = pkv_seq_append_pages(self.ptr, count)
         if code < 0:
             raise self.refuse(code, f"append_pages: {n} pages" if code != -PKV_POOL_EXHAUSTED else "")
-        return [self.ptr.page_indices[k] for k in range(self.ptr.n_pages_used - count, self.ptr.n_pages_used)]
+        stop = self.ptr.n_pages_used  # less than count when a thread without the GIL cut the table short meanwhile
+        return [self.ptr.page_indices[k] for k in range(max(stop - count, <int64_t>0), stop)]
 
     def share_page(self, i):
         """Put page i, held by some sequence, at the end of this table too; returns i. Its refcount rises by one.
