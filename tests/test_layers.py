@@ -149,3 +149,9 @@ def test_csrc_is_plain_c(path):
     calls = set(re.findall(r"\b(malloc|calloc|free|printf|fprintf|abort|exit|fopen|assert)\s*\(", text))
     allowed = {"malloc", "calloc", "free"} if path.name == "threads.c" else set()
     assert calls <= allowed, f"{path.name} calls {calls - allowed}"
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest imports them by name alone; with two of one name none at all would run."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
