@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedkv.commands.generate import NOT_TEXT, Completion, failure, speed_line
 from pagedkv.commands.terminal import shown_safely
+from pagedkv.process import interrupted
 
 if TYPE_CHECKING:
     from pagedkv import LLM
@@ -229,8 +230,10 @@ def _messages(interrupts: _Interrupts | None) -> Iterator[str]:
             if interrupts:
                 interrupts.raising = False
                 print()
-        except KeyboardInterrupt:
-            if not interrupts:
+        except (KeyboardInterrupt, SystemError) as error:
+            # input() may run the handler once more while the first KeyboardInterrupt is on its way out. The interpreter
+            # then finds fault with a handler that returns amid an error, and makes a SystemError of both.
+            if not interrupts or not interrupted(error):
                 raise
             print()
             continue

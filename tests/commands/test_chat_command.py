@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import termios
+import time
 
 import command_line
 import pytest
@@ -233,6 +234,51 @@ def test_interrupts_outside_answers(llm, capsys, monkeypatch):
     chat.loop()
     assert sent == [] and asked == ["> ", "> ", "> ", "> ", "  ", "> "]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupts_that_input_makes_a_system_error_of(llm, capsys, monkeypatch):
+    """input() does so when a second Ctrl-C comes as it passes on the first; a SystemError of its own is no Ctrl-C."""
+    keys = iter(["interrupts", "/exit", "fault"])
+
+    def typed(prompt):
+        key = next(keys)
+        if key == "/exit":
+            return key
+        if key == "fault":
+            raise SystemError("a fault")
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as first:
+            signal.raise_signal(signal.SIGINT)
+            raise SystemError("returned a result with an exception set") from first
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", terminal)
+    monkeypatch.setattr("builtins.input", typed)
+    chat = Chat(llm)
+    chat.loop()
+    with pytest.raises(SystemError, match="a fault"):
+        chat.loop()
+    assert next(keys, None) is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupts_while_one_ends_the_typing(smollm2_path, tmp_path):
+    """The second of two comes after 0 to 0.3 ms, so that some come when input() is about to pass on the first."""
+    with on_a_terminal(tmp_path) as (process, terminal):
+        for turn in range(1500):
+            process.send_signal(signal.SIGINT)
+            second = time.perf_counter_ns() + turn % 100 * 3000
+            while time.perf_counter_ns() < second:
+                pass
+            process.send_signal(signal.SIGINT)
+            select.select([terminal], [], [], 0.01)
+            while select.select([terminal], [], [], 0)[0]:
+                os.read(terminal, 4096)
+        assert process.poll() is None
+        read_until(terminal, rb"messages, .* of 8192(.*\n)*.*> $", lambda: os.write(terminal, b"/stats\r"))
+        os.write(terminal, b"/exit\r")
+        assert process.wait(timeout=30) == 0
 
 
 def test_no_number_of_interrupts_ends_the_program(smollm2_path, tmp_path):
