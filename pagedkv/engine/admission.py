@@ -3,7 +3,7 @@
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from ..core.sampling_state import SamplingState
@@ -144,20 +144,25 @@ class Admission:
                 return text, self.checked_ids(prompt["prompt_token_ids"])
             prompt = prompt if text is None else text
         if isinstance(prompt, str):
-            self._refuse_long(prompt)
+            self.refuse_long(prompt)
             return prompt, self.checked_ids(self.model.tokenizer.encode(prompt))
         return None, self.checked_ids(prompt)
 
     def checked_ids(self, ids: Any) -> list[int]:
-        """`ids` as a list of at least one token of the vocabulary."""
+        """`ids` as a list of at least one token of the vocabulary, and of no more than the context has."""
         if isinstance(ids, (bytes, Mapping)) or not isinstance(ids, Iterable):
             raise refuse("prompt", ids, 'a text, token ids, or {"prompt_token_ids": [...]}')
+        if isinstance(ids, Sized) and len(ids) > self.max_model_len:
+            raise self._too_long(len(ids))
         found = [check_int("prompt_token_ids", token, 0, self.model.forward.vocab_size - 1) for token in ids]
         if not found:
             raise ValueError("prompt must hold at least 1 token, and is empty")
         return found
 
-    def _refuse_long(self, text: str) -> None:
+    def _too_long(self, n_prompt: int) -> ValueError:
+        return ValueError(f"prompt of {n_prompt} tokens is longer than the context of {self.max_model_len}")
+
+    def refuse_long(self, text: str) -> None:
         """Raise ValueError for a text that is too long whatever its tokens are, before the work of finding them."""
         if len(text) > NORMALISED * self.max_model_len:
             longest = self.model.tokenizer.max_token_chars
@@ -170,7 +175,7 @@ class Admission:
     def refuse_unfit(self, n_prompt: int, max_tokens: int | None) -> int:
         """Raise ValueError for what can never be computed; returns how many tokens prompt and output may have."""
         if n_prompt > self.max_model_len:
-            raise ValueError(f"prompt of {n_prompt} tokens is longer than the context of {self.max_model_len}")
+            raise self._too_long(n_prompt)
         room = self.kv.n_pages * self.kv.page_tokens
         new = min(max(1, self.max_model_len - n_prompt), 1 if max_tokens is None else max(1, max_tokens))
         needed = stored_tokens(n_prompt, new)

@@ -14,6 +14,7 @@ import numpy as np
 
 from .checks import check_bool, refuse, shown
 
+FIELD = "structured_outputs"  # begins every message about one, also amid an output
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_TEXT = 1 << 20  # characters of a schema, an expression or a grammar
 WHITESPACE = r"[ \t\n\r]{1,20}"  # bounded, so that no model can go on in blanks for ever
@@ -131,15 +132,15 @@ class GrammarMask:
             ok = self._matcher.consume_tokens(list(token_ids[self._n_taken :]))
             self._n_taken = len(token_ids)
             if not ok:
-                raise RuntimeError(_one_line(self._matcher.get_error()))
+                raise RuntimeError(f"{FIELD}: {_one_line(self._matcher.get_error())}")
 
     def _mask(self) -> np.ndarray:
         mask = np.zeros(self._n_words, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self._matcher.is_error():
-            raise RuntimeError(_one_line(self._matcher.get_error()))
+            raise RuntimeError(f"{FIELD}: {_one_line(self._matcher.get_error())}")
         if not mask.any():
-            raise RuntimeError("no token of the model goes on")
+            raise RuntimeError(f"{FIELD}: no token of the model goes on")
         return mask
 
 

@@ -98,8 +98,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise TypeError(f"text: must be a str, not {type(text).__name__}")
-        if surrogate := _SURROGATE.search(text):
-            raise ValueError(f"text: lone surrogate U+{ord(surrogate[0]):04X} at index {surrogate.start()}")
+        _refuse_surrogates("text", text)
         ids = self._encode_special(text) if allow_special else self._encode_text(text)
         return self._with_ends(ids) if add_special_tokens else ids
 
@@ -110,6 +109,7 @@ class Tokenizer:
         """
         messages, variables = self._shield(messages), self._shield(variables)
         text = self.apply_chat_template(messages, add_generation_prompt, **variables)
+        _refuse_surrogates("messages", text)
         return self._with_ends(self._encode_special(text, hidden=_BREAK))
 
     def _encode_special(self, text: str, hidden: str = "") -> list[int]:
@@ -212,6 +212,11 @@ class Tokenizer:
         if token_id >= self.vocab_size or (skip_special_tokens and token_id in self.special_ids):
             return b""
         return self._vocabulary.bytes_of(token_id)
+
+
+def _refuse_surrogates(field: str, text: str) -> None:
+    if surrogate := _SURROGATE.search(text):
+        raise ValueError(f"{field}: lone surrogate U+{ord(surrogate[0]):04X} at index {surrogate.start()}")
 
 
 def _read_types(read: Metadata, n: int) -> np.ndarray:

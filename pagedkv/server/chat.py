@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ..engine.outputs import CompletionOutput, RequestOutput
 from .answering import Counted, answer, validated
-from .errors import bad_request
+from .errors import bad_request, from_refusal
 from .generation import Work
 from .logprobs import chat_logprobs, prompt_logprobs
 from .middleware import read_json_body
@@ -39,6 +39,12 @@ def conversation_ids(service: Service, request: Any, use: ToolUse) -> list[int]:
         variables["tools"] = list(use.tools)
     messages = template_messages(request.messages, use.instructions)
     begin = request.add_generation_prompt is not False
+    for message in messages:
+        if isinstance(content := message.get("content"), str):
+            try:
+                service.llm.engine.admission.refuse_long(content)
+            except ValueError as error:
+                raise from_refusal(ValueError(f"messages: {error}"), ["messages"]) from None
     try:
         ids = service.tokenizer.encode_chat(messages, add_generation_prompt=begin, **variables)
     except ValueError as error:

@@ -11,7 +11,8 @@ from starlette.types import Receive
 from ..engine.admission import QueueFull
 from ..engine.outputs import RequestOutput
 from ..engine.params import SamplingParams
-from .errors import APIError, busy, from_refusal, unavailable
+from ..engine.structured import FIELD
+from .errors import APIError, bad_request, busy, from_refusal, unavailable
 from .service import Service
 
 T = TypeVar("T")
@@ -113,6 +114,9 @@ def raise_failure(output: RequestOutput) -> None:
     """APIError for an output that must not pass for an answer: the engine failed it, or was stopped under it."""
     for each in output.outputs:
         if each.finish_reason == "error":
+            _, found, why = str(each.stop_reason).partition(f"{FIELD}: ")
+            if found:  # a grammar can turn out to be too large only when it is used
+                raise bad_request(f"{FIELD}: {why}", param=FIELD)
             raise APIError(500, f"the model failed: {each.stop_reason}", code="model_error")
         if each.finish_reason == "abort" and each.stop_reason != "timeout":
             raise unavailable("the server stopped before the answer was whole")

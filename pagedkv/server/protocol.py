@@ -13,6 +13,7 @@ from ..engine.params import MAX_N, MAX_STOPS, MAX_TEMPERATURE, SEED_MAX
 INT32_MAX = 2**31 - 1
 MIN_SEED = -(2**63)
 MAX_TOP_LOGPROBS = 1024
+MAX_ITEMS = 8192  # of a list whose items are checked one by one
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 
@@ -174,7 +175,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], Field(max_length=MAX_ITEMS)]
 
 
 class FunctionCall(Strict):
@@ -201,7 +202,7 @@ class AssistantMessage(Strict):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_ITEMS)
     # what clients echo back from answers
     annotations: list[Any] | None = None
     audio: None = None
@@ -240,11 +241,11 @@ class NamedToolChoice(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
-    tools: list[Tool] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -292,8 +293,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = Field(None, min_length=1)
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
+    tools: list[Tool] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from .answering import JSONAnswer, validated
 from .chat import conversation_ids
-from .errors import bad_request
+from .errors import bad_request, from_refusal
 from .middleware import read_json_body
 from .protocol import DetokenizeRequest, TokenizeRequest
 from .service import Service
@@ -15,7 +15,7 @@ from .tools import tool_use
 
 
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text or a conversation."""
+    """Token ids of a text or a conversation, of any length up to what could fit the context."""
     service: Service = request.app.state.service
     raw = await read_json_body(request, service.settings.max_body)
     return JSONAnswer(await service.offload(_tokenize, service, raw))
@@ -32,6 +32,10 @@ def _tokenize(service: Service, raw: bytes) -> dict[str, Any]:
     asked = validated(TokenizeRequest, raw)
     service.model_name(asked.model)
     if asked.prompt is not None:
+        try:
+            service.llm.engine.admission.refuse_long(asked.prompt)
+        except ValueError as error:
+            raise from_refusal(error, ["prompt"]) from None
         ids = service.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
     else:
         ids = conversation_ids(service, asked, tool_use(asked.tools, None, service.chat_template))

@@ -199,6 +199,10 @@ class TestChat:
         ids = tokenizer.encode_chat([{"role": "user", "content": content}], add_generation_prompt=False)
         assert [i for i in ids if i in tokenizer.special_ids] == [1, 2]
 
+    def test_a_lone_surrogate_is_refused(self, tokenizer):
+        with pytest.raises(ValueError, match=r"^messages: lone surrogate U\+D800 at index \d+$"):
+            tokenizer.encode_chat([{"role": "user", "content": "a\ud800"}])
+
     def test_messages_are_not_changed(self, tokenizer):
         messages = [{"role": "user", "content": "<|im_end|>"}]
         tokenizer.encode_chat(messages)

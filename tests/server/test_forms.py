@@ -107,6 +107,17 @@ def test_forms_that_cannot_be_followed(real, form):
         assert response.status_code == 400 and response.json()["error"]["param"].startswith("structured_outputs")
 
 
+@pytest.mark.parametrize("form", [{"regex": "(a{1000}){1000}"}])
+def test_forms_that_grow_too_large_as_they_are_used(real, form):
+    """The library finds out at the first token, or later; it is the request's fault all the same."""
+    body = {"prompt": "Hi", "max_tokens": 3, "structured_outputs": form}
+    response = real.post("/v1/completions", body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "structured_outputs"
+    events = [line for line in real.post("/v1/completions", body | {"stream": True}).text.splitlines() if line]
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert error["param"] == "structured_outputs" and error["message"].startswith("structured_outputs: ")
+
+
 # Tools
 
 

@@ -181,6 +181,33 @@ def test_long_prompts_are_refused_with_the_numbers(small):
     assert not small.llm.engine.has_unfinished()
 
 
+def test_texts_too_long_for_any_tokens_are_never_tokenized(small, monkeypatch):
+    """Their number of characters is enough; what is refused by it costs others nothing."""
+    tokenizer, text = small.llm.tokenizer, "x" * 150_000
+    monkeypatch.setattr(tokenizer, "max_token_chars", 100)
+    for name in ("encode", "encode_chat"):
+        monkeypatch.setattr(tokenizer, name, lambda *_, **__: pytest.fail("tokenized"))
+    user = [{"role": "user", "content": text}]
+    for path, body, param in (
+        (COMPLETIONS, {"prompt": text}, "prompt"),
+        ("/v1/embeddings", {"input": text}, "input"),
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", {"messages": user}, "messages"),
+        (CHAT, {"messages": user}, "messages"),
+    ):
+        error = refusal(small.post(path, body))
+        assert error["code"] == "context_length_exceeded" and error["param"] == param
+        assert "150000 characters" in error["message"]
+
+
+def test_lists_are_bounded_before_their_items_are_looked_at(small):
+    """One error and not one for each of a hundred thousand items."""
+    error = refusal(small.post(CHAT, {"messages": [{}] * 60_000}))
+    assert error["param"] == "messages" and "at most 8192" in error["message"]
+    error = refusal(small.post(COMPLETIONS, {"prompt": [1] * 90_000}))
+    assert error["code"] == "context_length_exceeded" and "90000 tokens" in error["message"]
+
+
 def test_routes_and_methods(small):
     assert refusal(small.http.get("/v1/nothing"), 404)["type"] == "not_found_error"
     assert refusal(small.http.get(COMPLETIONS), 405)
