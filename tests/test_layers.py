@@ -13,7 +13,7 @@ PACKAGE = ROOT / "pagedkv"
 CORE_LAYERS = [
     {"errors", "cpus", "structs", "memory"},
     {"_kernels", "internal"},
-    {"pages", "quants"},
+    {"pages", "quants", "registry"},
     {"matmul", "sampling_state"},
     {"arena", "attention", "probe", "sampler"},
     {"sequence", "check", "page_map", "typed"},
@@ -23,7 +23,7 @@ CORE_LAYERS = [
     {"forward"},
 ]
 # The page side of the core knows nothing of kernels and threads.
-PAGES = {"structs", "memory", "internal", "pages", "arena", "sequence", "check", "page_map", "prefix"}
+PAGES = {"structs", "memory", "internal", "pages", "registry", "arena", "sequence", "check", "page_map", "prefix"}
 ARITHMETIC = {
     "_kernels", "quants", "matmul", "attention", "sampling_state", "sampler", "probe", "typed", "kvcache", "operations",
     "experts", "layer", "forward",

@@ -8,11 +8,11 @@ cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_FillInfo
 from cpython.number cimport PyNumber_Index
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t
-from libc.string cimport memset
 
 from pagedkv.core.internal cimport *
-from pagedkv.core.memory cimport pkv_alloc, pkv_drop, pkv_map, pkv_release, pkv_unmap
+from pagedkv.core.memory cimport pkv_drop, pkv_map, pkv_release, pkv_unmap
 from pagedkv.core.pages cimport pkv_held_grow
+from pagedkv.core.registry cimport pkv_registry_add, pkv_registry_alloc, pkv_registry_remove
 from pagedkv.core.structs cimport *
 
 from pagedkv.core.errors import ERRORS, Verdict
@@ -54,10 +54,9 @@ cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes,
     stride = (page_bytes + guard_bytes + PKV_PAGE_ALIGN - 1) // PKV_PAGE_ALIGN * PKV_PAGE_ALIGN
     if max_pages > PKV_MAX_STORAGE // stride:
         return -PKV_BAD_INPUT
-    a = <pkv_arena *>pkv_alloc(sizeof(pkv_arena))
+    a = pkv_registry_alloc()
     if a == NULL:
         return -PKV_POOL_EXHAUSTED
-    memset(a, 0, sizeof(pkv_arena))
     a.canary_pre = PKV_ARENA_CANARY_PRE
     a.canary_post = PKV_ARENA_CANARY_POST
     a.page_bytes = page_bytes
@@ -77,6 +76,7 @@ cdef int64_t pkv_arena_new(pkv_arena **out, int64_t n_pages, int64_t page_bytes,
             link_to_itself(a, i)
         if pkv_held_grow(a, n_pages) == 0:
             a.num_grown = 0
+            pkv_registry_add(a)
             out[0] = a
             return 0
     pkv_unmap(a.storage, a.storage_bytes)
@@ -123,11 +123,11 @@ cdef int64_t pkv_arena_destroy(pkv_arena *a) noexcept nogil:
     those behind it on the list cannot be told.
     """
     cdef pkv_seq *s
-    if pkv_arena_close(a):
+    if pkv_arena_close(a) or not pkv_registry_remove(a):
         return -PKV_TAMPER
     s = a.seqs
     while s != NULL:
-        if s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
+        if not seq_canaries_hold(s):
             return -PKV_TAMPER
         s.arena = NULL
         s = s.next

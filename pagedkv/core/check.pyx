@@ -115,7 +115,7 @@ cdef void check_sequences(Report *r, pkv_arena *a, uint32_t *holders) noexcept n
     cdef uint32_t i
     cdef bint whole = True
     while s != NULL and n < a.n_seqs:
-        if s.canary_pre != PKV_SEQ_CANARY_PRE or s.canary_post != PKV_SEQ_CANARY_POST:
+        if not seq_canaries_hold(s):
             note(r, b"sequence: canaries hold", n, 1, 0)
             whole = False
             break
@@ -165,7 +165,7 @@ cdef void check_prefix(Report *r, pkv_arena *a, uint32_t *seen) noexcept nogil:
     cdef uint32_t i, child, before
     cdef int64_t b, n, total, n_indexed
     cdef uint64_t hash
-    if p.canary_pre != PKV_PREFIX_CANARY_PRE or p.canary_post != PKV_PREFIX_CANARY_POST or p.arena != a:
+    if not prefix_canaries_hold(p) or p.arena != a:
         note(r, b"prefix: canaries hold", -1, 1, 0)
         return
     # Each entry is met once as a child of its parent (first pages: counted here) and once in the bucket its hash names.

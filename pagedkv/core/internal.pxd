@@ -105,17 +105,8 @@ cdef inline bint seq_canaries_hold(const pkv_seq *s) noexcept nogil:
     return s != NULL and s.canary_pre == PKV_SEQ_CANARY_PRE and s.canary_post == PKV_SEQ_CANARY_POST
 
 
-cdef inline int64_t enter_seq(pkv_seq *s) noexcept nogil:
-    """The same for a sequence: its arena's lock is held when 0 is returned."""
-    if unlikely(not seq_canaries_hold(s)):
-        return -PKV_TAMPER
-    if unlikely(enter(s.arena)):
-        return -PKV_TAMPER
-    if unlikely(not 0 <= s.n_pages_used <= s.max_pages):
-        poison(s.arena, PKV_FAULT_SEQUENCE, -1)
-        unlock(s.arena)
-        return -PKV_TAMPER
-    return 0
+cdef inline bint prefix_canaries_hold(const pkv_prefix *p) noexcept nogil:
+    return p != NULL and p.canary_pre == PKV_PREFIX_CANARY_PRE and p.canary_post == PKV_PREFIX_CANARY_POST
 
 
 # Lists are circular and doubly linked through a fake page each, so insertion and removal need no special case.

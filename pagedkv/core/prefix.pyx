@@ -17,6 +17,7 @@ from pagedkv.core.arena cimport *
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_map, pkv_release, pkv_unmap
 from pagedkv.core.pages cimport pkv_held_drop, pkv_held_revive, pkv_held_uncache
+from pagedkv.core.registry cimport enter_both, enter_prefix, pkv_blame
 from pagedkv.core.sequence cimport Sequence
 from pagedkv.core.structs cimport *
 
@@ -24,22 +25,6 @@ from array import array
 
 
 # --- the tree, under the lock -----------------------------------------------------------------------------------------
-
-cdef inline int64_t enter_prefix(pkv_prefix *p) noexcept nogil:
-    """Level 1 check of index and arena, then the lock."""
-    if p == NULL or p.canary_pre != PKV_PREFIX_CANARY_PRE or p.canary_post != PKV_PREFIX_CANARY_POST:
-        return -PKV_TAMPER
-    return enter(p.arena)
-
-
-cdef inline int64_t enter_both(pkv_prefix *p, pkv_seq *s) noexcept nogil:
-    """The same for the index and a sequence, which must be of the same arena, else BAD_INPUT."""
-    if p == NULL or p.canary_pre != PKV_PREFIX_CANARY_PRE or p.canary_post != PKV_PREFIX_CANARY_POST:
-        return -PKV_TAMPER
-    if not seq_canaries_hold(s):
-        return -PKV_TAMPER
-    return enter_seq(s) if s.arena == p.arena else -PKV_BAD_INPUT
-
 
 cdef inline int32_t *tokens_of(pkv_prefix *p, uint32_t i) noexcept nogil:
     return p.tokens + i * p.page_tokens
@@ -253,8 +238,8 @@ cdef int64_t pkv_prefix_destroy(pkv_prefix *p) noexcept nogil:
     A struct whose canaries do not hold is left alone: TAMPER. No other thread may be using the index.
     """
     cdef pkv_arena *a
-    if p == NULL or p.canary_pre != PKV_PREFIX_CANARY_PRE or p.canary_post != PKV_PREFIX_CANARY_POST:
-        return -PKV_TAMPER
+    if not prefix_canaries_hold(p):
+        return pkv_blame(p)
     a = p.arena
     if a != NULL:
         if not canaries_hold(a):

@@ -13,6 +13,7 @@ from pagedkv.core.arena cimport *
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
 from pagedkv.core.pages cimport pkv_held_can_take, pkv_held_drop, pkv_held_drop_last, pkv_held_take, pkv_held_take_free
+from pagedkv.core.registry cimport enter_seq, pkv_blame
 from pagedkv.core.structs cimport *
 
 
@@ -74,7 +75,7 @@ cdef int64_t pkv_seq_destroy(pkv_seq *s) noexcept nogil:
     """
     cdef pkv_arena *a
     if not seq_canaries_hold(s):
-        return -PKV_TAMPER
+        return pkv_blame(s)
     pkv_seq_free(s)
     a = s.arena
     if a != NULL:
