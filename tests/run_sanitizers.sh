@@ -1,8 +1,8 @@
 #!/bin/sh
 # Build under a sanitizer in a copy of the sources and run the core tests there, each file in a process of its own.
 #
-#     tests/run_sanitizers.sh                     address and undefined together, then thread
-#     tests/run_sanitizers.sh thread              one of address, undefined, thread, address,undefined
+#     tests/run_sanitizers.sh                     address, undefined and thread, one after the other
+#     tests/run_sanitizers.sh thread              one of them, or address,undefined in one build
 #     tests/run_sanitizers.sh address tests/core/test_faults.py -x
 #
 # PYTHON names an interpreter that has the test requirements. SANITIZE_DIR keeps the build and the list of files that
@@ -16,7 +16,7 @@ export CC
 root=$(cd "$(dirname "$0")/.." && pwd)
 
 if [ $# -eq 0 ]; then
-    for sanitizer in address,undefined thread; do "$0" "$sanitizer"; done
+    for sanitizer in address undefined thread; do "$0" "$sanitizer"; done
     exit 0
 fi
 sanitizer=$1

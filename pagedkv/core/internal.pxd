@@ -3,7 +3,7 @@
 Inline only: each extension compiles its own copy, so the hot paths make no call. Nothing here is for consumers.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from pagedkv.core.structs cimport *
 
@@ -11,6 +11,7 @@ from pagedkv.core.structs cimport *
 cdef extern from *:
     """
     #include <sched.h>
+    #include <string.h>
     #if defined(__x86_64__)
     #define pkv_pause() __builtin_ia32_pause()
     #elif defined(__aarch64__)
@@ -40,7 +41,29 @@ cdef extern from *:
         } while (__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE));
     }
     static inline void pkv_store(uint8_t *p, uint64_t word) { ((pkv_unaligned *)p)->word = word; }
+    /* State and indexed of a page in one word: whether it is in that state and not indexed takes one comparison. */
+    #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    #define PKV_KIND(state) ((uint16_t)(state))
+    #else
+    #define PKV_KIND(state) ((uint16_t)((state) << 8))
+    #endif
+    static inline uint16_t pkv_kind(const pkv_page *page) {
+        uint16_t kind;
+        memcpy(&kind, &page->state, 2);
+        return kind;
+    }
+    static inline void pkv_set_kind(pkv_page *page, uint16_t kind) { memcpy(&page->state, &kind, 2); }
+    /* Two entries of a table as they lie in memory. */
+    static inline uint64_t pkv_two(const uint32_t *t) {
+        uint64_t two;
+        memcpy(&two, t, 8);
+        return two;
+    }
     """
+    uint16_t PKV_KIND(int state) noexcept nogil
+    uint16_t pkv_kind(const pkv_page *page) noexcept nogil
+    void pkv_set_kind(pkv_page *page, uint16_t kind) noexcept nogil
+    uint64_t pkv_two(const uint32_t *t) noexcept nogil
     uint64_t pkv_load(const uint8_t *p) noexcept nogil
     void pkv_store(uint8_t *p, uint64_t word) noexcept nogil
     void pkv_wait(int32_t *lock) noexcept nogil  # until it is free and taken
@@ -119,12 +142,16 @@ cdef inline uint32_t lru_head(const pkv_arena *a) noexcept nogil:
     return <uint32_t>a.max_pages + 1
 
 
+cdef inline uint32_t salt(uint32_t at) noexcept nogil:
+    return at * <uint32_t>0x9E3779B1
+
+
 cdef inline uint32_t encode(const pkv_arena *a, uint32_t at, uint32_t to) noexcept nogil:
-    return (to ^ a.link_key) + at * <uint32_t>0x9E3779B1
+    return (to ^ a.link_key) + salt(at)
 
 
 cdef inline uint32_t decode(const pkv_arena *a, uint32_t at, uint32_t link) noexcept nogil:
-    return (link - at * <uint32_t>0x9E3779B1) ^ a.link_key
+    return (link - salt(at)) ^ a.link_key
 
 
 cdef inline void link_to_itself(pkv_arena *a, uint32_t i) noexcept nogil:
@@ -234,6 +261,40 @@ cdef inline int64_t free_only(pkv_arena *a, uint32_t i) noexcept nogil:
 cdef inline bint holdable(const pkv_arena *a, uint32_t i) noexcept nogil:
     """Whether page i is what a sequence may hold: inside the arena, in use and counted."""
     return i < a.n_pages and a.pages[i].state == PKV_PAGE_IN_USE and a.pages[i].refcount != 0
+
+
+cdef inline int64_t count_run(pkv_page *pages, uint32_t n_pages, const uint32_t *table, int64_t n, bint from_end, uint32_t least,
+                              uint32_t change) noexcept nogil:
+    """Add `change` to the refcounts of the pages at the start, or the end, of a table of n entries, four neighbours at a
+    time; how many. Stops where the next four entries are no neighbours in the order of the first, or one of their
+    refcounts is not in [least, least + 0xFFFFFFFE), or not enough are left.
+    """
+    cdef int64_t done = 0
+    cdef const uint32_t *t = table + n - 4 if from_end else table
+    cdef int64_t forward = -4 if from_end else 4
+    cdef int64_t run
+    cdef uint64_t expected, step
+    cdef pkv_page *page
+    if n < 4 or (t[1] - t[0] != 1 and t[0] - t[1] != 1):
+        return 0
+    run = <int32_t>(t[1] - t[0])
+    step = <uint64_t>run * <uint64_t>0x0000000200000002
+    expected = pkv_two(t)
+    page = pages + (t[0] if run > 0 else t[3])
+    run *= forward
+    # Both ends inside the table of pages: those between are so, too.
+    while (done + 4 <= n and pkv_two(t) == expected and pkv_two(t + 2) == expected + step and t[0] < n_pages and t[3] < n_pages
+           and page[0].refcount - least < <uint32_t>0xFFFFFFFE and page[1].refcount - least < <uint32_t>0xFFFFFFFE
+           and page[2].refcount - least < <uint32_t>0xFFFFFFFE and page[3].refcount - least < <uint32_t>0xFFFFFFFE):
+        page[0].refcount += change
+        page[1].refcount += change
+        page[2].refcount += change
+        page[3].refcount += change
+        page += run
+        expected += <uint64_t>(forward // 2) * step
+        t += forward
+        done += 4
+    return done
 
 
 cdef inline uint64_t chain_hash(uint64_t parent_hash, const int32_t *tokens, int64_t n) noexcept nogil:

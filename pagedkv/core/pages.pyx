@@ -64,29 +64,44 @@ cdef int64_t pkv_held_can_take(pkv_arena *a, int64_t n) noexcept nogil:
 
 cdef int64_t pkv_held_take_free(pkv_arena *a, int64_t n, uint32_t *out) noexcept nogil:
     """Take n pages, refcount 1, from the free list, which has that many: 0, or TAMPER with some already taken."""
+    cdef pkv_page *pages = a.pages
     cdef uint32_t head = free_head(a)
     cdef uint32_t before = head
-    cdef uint32_t i = decode(a, head, a.pages[head].next)
-    cdef uint32_t following
-    cdef int64_t visible = a.page_bytes + (8 if a.flags & PKV_ARENA_GUARD else 0)
-    cdef int64_t k
+    cdef uint32_t i = decode(a, head, pages[head].next)
+    cdef uint32_t n_pages = <uint32_t>a.n_pages
+    cdef uint32_t key = a.link_key
+    cdef bint guarded = a.flags & PKV_ARENA_GUARD
+    cdef int64_t visible = a.page_bytes + (8 if guarded else 0)
+    cdef int64_t k = 0
+    cdef uint32_t step, salted
     cdef pkv_page *page
-    for k in range(n):
-        page = a.pages + i
-        if i >= a.n_pages or page.state != PKV_PAGE_FREE or page.refcount or decode(a, i, page.prev) != before:
-            return poison(a, PKV_FAULT_LINK, <int64_t>i if i < a.n_pages else -1)
-        following = decode(a, i, page.next)
-        link_to_itself(a, i)
-        page.state = PKV_PAGE_IN_USE
-        page.refcount = 1
-        pkv_show(page_at(a, i), visible)
-        write_guard(a, i)
-        out[k] = before = i
-        i = following
-    if i > head or decode(a, i, a.pages[i].prev) != before:
+    while k < n:
+        page = pages + i
+        if i >= n_pages or page.state != PKV_PAGE_FREE or page.refcount or decode(a, i, page.prev) != before:
+            return poison(a, PKV_FAULT_LINK, <int64_t>i if i < n_pages else -1)
+        step = decode(a, i, page.next) - i
+        salted = salt(i)
+        # Pages that were given back together are as a rule equally far apart. While they are, both links of a page are known
+        # without looking, and nobody waits for one page to learn where the next is.
+        while True:
+            page.refcount = 1
+            page.next = page.prev = (i ^ key) + salted
+            pkv_set_kind(page, PKV_KIND(PKV_PAGE_IN_USE))
+            pkv_show(page_at(a, i), visible)
+            if guarded:
+                write_guard(a, i)
+            out[k] = before = i
+            k += 1
+            i += step
+            page = pages + i
+            salted = salt(i)
+            if (k >= n or i >= n_pages or page.next != ((i + step) ^ key) + salted or page.prev != (before ^ key) + salted
+                    or page.refcount or pkv_kind(page) != PKV_KIND(PKV_PAGE_FREE)):
+                break
+    if i > head or decode(a, i, pages[i].prev) != before:
         return poison(a, PKV_FAULT_LINK, <int64_t>before if before != head else -1)
-    a.pages[head].next = encode(a, head, i)
-    a.pages[i].prev = encode(a, i, head)
+    pages[head].next = encode(a, head, i)
+    pages[i].prev = encode(a, i, head)
     a.n_free -= n
     a.n_in_use += n
     a.num_allocated += n
@@ -146,37 +161,45 @@ cdef int64_t pkv_held_drop_last(pkv_arena *a, const uint32_t *table, int64_t use
     """
     cdef pkv_page *pages = a.pages
     cdef uint32_t head = free_head(a)
-    cdef uint32_t after = decode(a, head, a.pages[head].next)
+    cdef uint32_t after = decode(a, head, pages[head].next)
     cdef uint32_t cursor = head
     cdef uint32_t unused = head
     cdef uint32_t n_pages = <uint32_t>a.n_pages
+    cdef uint32_t key = a.link_key
+    cdef bint guarded = a.flags & PKV_ARENA_GUARD
     cdef int64_t n_freed = 0
+    cdef int64_t start
     cdef uint32_t i
     cdef pkv_page *page
-    if after > lru_head(a) or decode(a, after, a.pages[after].prev) != head:
+    if after > lru_head(a) or decode(a, after, pages[after].prev) != head:
         return poison(a, PKV_FAULT_LINK, -1)
+    # Pages that become free and pages with other holders come in runs: a loop for each, without what the other needs.
     while used > kept:
-        used -= 1
-        i = table[used]
-        if unlikely(i >= n_pages):
-            return poison(a, PKV_FAULT_PAGE, i)
-        page = pages + i
-        if page.refcount > 1:
-            page.refcount -= 1
-            # Pages with other holders come in runs: a loop without what the others need.
-            while used > kept and table[used - 1] < n_pages and pages[table[used - 1]].refcount > 1:
-                used -= 1
-                pages[table[used]].refcount -= 1
-        elif page.refcount and page.state == PKV_PAGE_IN_USE and not page.indexed and guard_holds(a, i):
+        start = used
+        while used > kept:
+            i = table[used - 1]
+            page = pages + i
+            if i >= n_pages or page.refcount != 1 or pkv_kind(page) != PKV_KIND(PKV_PAGE_IN_USE):
+                break
+            if guarded and not guard_holds(a, i):
+                break
             page.refcount = 0
-            page.state = PKV_PAGE_FREE
-            pages[cursor].next = encode(a, cursor, i)
-            page.prev = encode(a, i, cursor)
-            cursor = i
-            n_freed += 1
+            page.prev = (cursor ^ key) + salt(i)
+            pages[cursor].next = (i ^ key) + salt(cursor)
+            pkv_set_kind(page, PKV_KIND(PKV_PAGE_FREE))
             pkv_hide(page_at(a, i), a.page_stride)
-        elif pkv_held_drop(a, i, &unused):
-            return -PKV_TAMPER
+            cursor = i
+            used -= 1
+        n_freed += start - used
+        used -= count_run(pages, n_pages, table + kept, used - kept, True, 2, <uint32_t>-1)
+        while used > kept and table[used - 1] < n_pages and pages[table[used - 1]].refcount > 1:
+            used -= 1
+            pages[table[used]].refcount -= 1
+        if used == start:
+            used -= 1
+            i = table[used]
+            if i >= n_pages or pkv_held_drop(a, i, &unused):
+                return poison(a, PKV_FAULT_PAGE, i)
     if n_freed:
         pages[cursor].next = encode(a, cursor, after)
         pages[after].prev = encode(a, after, cursor)

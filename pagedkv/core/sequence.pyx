@@ -197,6 +197,9 @@ cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) n
     meta = s.arena.pages
     n_pages = <uint32_t>s.arena.n_pages
     while k < n:
+        k += count_run(meta, n_pages, pages + k, n - k, False, 1, 1)
+        if k == n:
+            break
         i = pages[k]
         if unlikely(i >= n_pages):
             result = -PKV_BAD_INPUT
