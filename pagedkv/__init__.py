@@ -13,6 +13,8 @@ _EXPORTS = {
     "StructuredOutputsParams": "pagedkv.engine.structured",
     "RequestOutput": "pagedkv.engine.outputs",
     "CompletionOutput": "pagedkv.engine.outputs",
+    "EmbeddingOutput": "pagedkv.engine.outputs",
+    "EmbeddingRequestOutput": "pagedkv.engine.outputs",
     "Logprob": "pagedkv.engine.outputs",
     "PagedKVCache": "pagedkv.core.kvcache",
     "Arena": "pagedkv.core.arena",
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from pagedkv.engine.engine import LLMEngine as LLMEngine
     from pagedkv.engine.engine_thread import EngineDeadError as EngineDeadError
     from pagedkv.engine.outputs import CompletionOutput as CompletionOutput
+    from pagedkv.engine.outputs import EmbeddingOutput as EmbeddingOutput
+    from pagedkv.engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from pagedkv.engine.outputs import Logprob as Logprob
     from pagedkv.engine.outputs import RequestOutput as RequestOutput
     from pagedkv.engine.params import SamplingParams as SamplingParams

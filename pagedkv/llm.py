@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from .core.kvcache import FORMATS, PAGE_TOKENS, PagedKVCache, tile_bytes
 from .engine.checks import INT32_MAX, check_bool, check_choice, check_int, parse_bytes, refuse, shown
 from .engine.engine import LLMEngine, Prompt
 from .engine.memory import DEFAULT_SHARE, available_memory
-from .engine.outputs import RequestOutput
+from .engine.outputs import EmbeddingRequestOutput, RequestOutput
 from .engine.params import SamplingParams
 from .engine.speculation import SpeculativeConfig
 from .models.loader import load_model
@@ -194,12 +194,21 @@ class LLM:
         A prompt is a text, a list of token ids, or {"prompt_token_ids": [...]}; one params object for all or one each.
         Raises ValueError before anything is computed if any prompt is refused. Blocks; releases the GIL in each step.
         """
-        todo: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        todo = self._listed(prompts)
         params = self._params_for(todo, sampling_params)
-        boxes: list[tuple[str, deque[RequestOutput]]] = []
+        return self._run_all(
+            todo, lambda i, prompt: self.engine.subscribe(prompt, params[i], final_only=True), use_tqdm
+        )
+
+    def _listed(self, prompts: Any) -> list[Any]:
+        return [prompts] if _is_one_prompt(prompts) else list(prompts)
+
+    def _run_all(self, prompts: list[Any], subscribe: Callable[[int, Any], Any], use_tqdm: bool) -> list[Any]:
+        """The last output of each prompt. subscribe(number, prompt) queues one."""
+        boxes: list[tuple[str, deque[Any]]] = []
         try:
-            for prompt, each in zip(todo, params, strict=True):
-                boxes.append(self.engine.subscribe(prompt, each, final_only=True))
+            for i, prompt in enumerate(prompts):
+                boxes.append(subscribe(i, prompt))
             self._run(boxes, use_tqdm)
             return [box[-1] for _, box in boxes]
         finally:
@@ -226,6 +235,12 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = False) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt, in input order: the mean of the hidden states of all its tokens behind the final
+        norm, divided by its length. `.outputs.embedding` is float32 [hidden]. Prompts as generate() takes them, raises
+        as that does. Blocks; releases the GIL in each step."""
+        return self._run_all(self._listed(prompts), lambda i, prompt: self.engine.subscribe_embedding(prompt), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> OutputStream:
         """Iterate over the request's outputs as they grow, each with the text so far; the last has finished=True.
@@ -261,7 +276,7 @@ class LLM:
             raise refuse("sampling_params", params, f"one SamplingParams or one for each of {len(prompts)} prompts")
         return list(params)
 
-    def _run(self, boxes: list[tuple[str, deque[RequestOutput]]], use_tqdm: bool) -> None:
+    def _run(self, boxes: list[tuple[str, deque[Any]]], use_tqdm: bool) -> None:
         pending = [box for _, box in boxes]
         bar = None
         if use_tqdm and sys.stderr is not None:

@@ -122,10 +122,10 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
         done(b, OP_DOWN, thread, &since)
         post = w.post_ffn_norm
         counter += COUNTERS_PER_LAYER
-    if b.n_logits:
-        norm(b, b.deferred, post, b.head_norm, True, b.n_logits, is_quantised(b.head), counter, n_threads)
+    if b.n_gathered:
+        norm(b, b.deferred, post, b.head_norm, True, b.n_gathered, is_quantised(b.head), counter, n_threads)
         done(b, OP_HEAD_NORM, thread, &since)
-        if b.logits != NULL:
+        if b.n_logits:
             head(b, counter + 1, n_threads)
             done(b, OP_HEAD, thread, &since)
 
@@ -423,7 +423,8 @@ cdef class ForwardModel:
         token_ids   int32 [sum(q_lens)], concatenated in order of seqs, in [0, vocab_size)
         q_lens      int32 [len(seqs)], each at least 1
         logit_rows  int32 [m], rows of token_ids, strictly ascending
-        logits      float32 [m, vocab_padded], written; columns from vocab_size on are meaningless; None: not wanted
+        logits      float32 [m, vocab_padded], written; columns from vocab_size on are meaningless; None: not wanted. Beside `hidden` it
+                    may have fewer rows: the logits of the first of logit_rows alone are computed then
         hidden      float32 [m, hidden_size], written with what the output head reads of those rows, behind the last norm; None: not wanted
 
         Releases the GIL; other threads must leave the sequences alone meanwhile. Raises BadInput naming what does not fit, with no K/V
@@ -462,9 +463,11 @@ cdef class ForwardModel:
             raise BadInput(f"logit_rows: {rows.tolist()} do not ascend in [0, {len(ids)})")
         if len({id(entry) for entry in seqs}) != len(seqs):
             raise BadInput("seqs: the same sequence twice")
-        for name, out, width in (("logits", logits, self.vocab_padded), ("hidden", hidden, b.hidden)):
-            if out is not None and (out.dtype != np.float32 or out.shape != (len(rows), width)):
-                raise BadInput(f"{name}: {out.dtype} {out.shape} is not float32 ({len(rows)}, {width})")
+        b.n_gathered = len(rows)
+        b.n_logits = 0 if logits is None else len(rows) if hidden is None else min(len(rows), len(logits))
+        for name, out, n, width in (("logits", logits, b.n_logits, self.vocab_padded), ("hidden", hidden, b.n_gathered, b.hidden)):
+            if out is not None and (out.dtype != np.float32 or out.shape != (n, width)):
+                raise BadInput(f"{name}: {out.dtype} {out.shape} is not float32 ({n}, {width})")
         if hidden is not None and not hidden.flags.carray:
             raise BadInput("hidden: not contiguous, or not writable")
         for i in range(b.n_attentions):
@@ -492,7 +495,7 @@ cdef class ForwardModel:
                 memcpy(b.attentions[i].plan.spans, b.attentions[0].plan.spans, len(seqs) * sizeof(attention_span))
             if plan_units(&b.attentions[i].plan, &b.attentions[i].view):
                 raise MemoryError(f"the system refused the workspace of a step of {row} tokens")
-        b.n_rows, b.n_logits = row, len(rows)
+        b.n_rows = row
         b.logits_stride = self.vocab_padded
         b.nanoseconds = self.profile_ns if self.profile else NULL
         memset(self.counters, 0, (b.n_layers * COUNTERS_PER_LAYER + 4) * sizeof(int64_t))

@@ -88,7 +88,7 @@ cdef struct batch:
     const int32_t *tokens
     const int32_t *logit_rows
     float *logits
-    int64_t n_rows, n_logits, logits_stride
+    int64_t n_rows, n_gathered, n_logits, logits_stride   # n_gathered: of logit_rows, the first n_logits of them for the head
     # work sharing
     pkv_pool *pool
     int64_t *counters

@@ -9,6 +9,7 @@ from typing import Any
 from ..core.sampling_state import SamplingState
 from ..models.streaming import StreamDecoder
 from .checks import INT32_MAX, check_int, check_real, refuse
+from .embedding import EmbeddingRequest
 from .masks import MaskWorkers, OutputMask
 from .outputs import RequestOutput
 from .params import SamplingParams
@@ -49,17 +50,11 @@ class Admission:
         sink: Callable[[RequestOutput], None] | None = None,
     ) -> Request:
         """A request without a name, ready to be queued. Raises ValueError as LLMEngine.add_request says."""
-        arrival_time = time.monotonic()
+        queued = self._queued(priority, timeout)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise refuse("params", params, "a SamplingParams")
-        check_int("priority", priority, -INT32_MAX)
-        if timeout is not None:
-            timeout = check_real("timeout", timeout, 0.0, MAX_TIMEOUT, open_low=True)
-        text, ids = self.tokens_of(prompt)
-        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
-        if not isinstance(salt, str):
-            raise refuse("cache_salt", salt, "a text")
+        text, ids, salt = self._parts_of(prompt)
         capacity = self.refuse_unfit(len(ids), params.max_tokens)
         stop_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset()
@@ -73,17 +68,54 @@ class Admission:
             params,
             max_new_tokens=min(params.max_tokens or INT32_MAX, max(1, capacity - len(ids))),
             stop_ids=stop_ids,
-            priority=int(priority),
-            arrival=next(self._arrivals),
             salt=salt,
             final_only=final_only,
             sink=sink,
-            arrival_time=arrival_time,
-            deadline=None if timeout is None else arrival_time + timeout,
+            arrival=next(self._arrivals),
+            **queued,
         )
         request.branches = self._branches(request)
         self._add_masks(request)
         return request
+
+    def embedding(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        sink: Callable[[Any], None],
+    ) -> EmbeddingRequest:
+        """A request for the prompt's vector, without a name, ready to be queued. Raises as request() does."""
+        queued = self._queued(priority, timeout)
+        text, ids, _ = self._parts_of(prompt)
+        self.refuse_unfit(len(ids), 1)
+        request = EmbeddingRequest(
+            text, ids, self.model.forward.hidden_size, sink=sink, arrival=next(self._arrivals), **queued
+        )
+        nothing = OutputText(StreamDecoder(self.model.tokenizer, True), ())
+        request.branches = [Branch(request, 0, None, nothing)]
+        return request
+
+    def _queued(self, priority: int, timeout: float | None) -> dict[str, Any]:
+        """A request's priority and times."""
+        arrival_time = time.monotonic()
+        check_int("priority", priority, -INT32_MAX)
+        if timeout is not None:
+            timeout = check_real("timeout", timeout, 0.0, MAX_TIMEOUT, open_low=True)
+        return {
+            "priority": int(priority),
+            "arrival_time": arrival_time,
+            "deadline": None if timeout is None else arrival_time + timeout,
+        }
+
+    def _parts_of(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """Text, token ids and salt."""
+        text, ids = self.tokens_of(prompt)
+        salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
+        if not isinstance(salt, str):
+            raise refuse("cache_salt", salt, "a text")
+        return text, ids, salt
 
     def _add_masks(self, request: Request) -> None:
         hook, structured = request.params.logits_mask, request.params.structured_outputs

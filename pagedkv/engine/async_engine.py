@@ -1,5 +1,6 @@
 """AsyncEngine: an asyncio stream for each request, over one engine thread."""
 
+import functools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ from .checks import refuse
 from .delivery import Channel
 from .engine import LLMEngine
 from .engine_thread import EngineThread
-from .outputs import RequestOutput
+from .outputs import EmbeddingRequestOutput, RequestOutput
 from .params import SamplingParams
 from .request import Request
 
@@ -130,17 +131,40 @@ class AsyncEngine:
         Raises ValueError and QueueFull as that does, RuntimeError while draining and after close(), EngineDeadError;
         nothing is queued then.
         """
-        import asyncio
 
-        loop = asyncio.get_running_loop()
-        channel = self._thread.channel(loop)
-
-        def prepare() -> Request:
-            options = {"priority": priority, "timeout": timeout, "final_only": final_only, "sink": channel.post}
-            return self.engine.prepare(prompt, sampling_params, **options)
+        def prepare(**sink: Any) -> Request:
+            options = {"priority": priority, "timeout": timeout, "final_only": final_only}
+            return self.engine.prepare(prompt, sampling_params, **options, **sink)
 
         slow = _is_long(prompt) or getattr(sampling_params, "structured_outputs", None) is not None
-        request = await asyncio.to_thread(prepare) if slow else prepare()
+        return await self._stream(prepare, slow, request_id)
+
+    async def submit_embedding(
+        self, prompt: Prompt, request_id: str | None = None, priority: int = 0, timeout: float | None = None
+    ) -> RequestStream:
+        """submit() for a prompt's vector: the stream gives one EmbeddingRequestOutput. Raises as submit() does."""
+
+        def prepare(**sink: Any) -> Request:
+            return self.engine.prepare_embedding(prompt, priority=priority, timeout=timeout, **sink)
+
+        return await self._stream(prepare, _is_long(prompt), request_id)
+
+    async def embed(
+        self, prompt: Prompt, request_id: str | None = None, priority: int = 0, timeout: float | None = None
+    ) -> EmbeddingRequestOutput:
+        """A prompt's vector, computed in chunks beside other requests; cancelling the task aborts it. An abort or a
+        failure shows in `.outputs`. Raises as submit() does."""
+        stream = await self.submit_embedding(prompt, request_id, priority, timeout)
+        output: Any = await anext(stream)
+        return output
+
+    async def _stream(self, prepare: Callable[..., Request], slow: bool, request_id: str | None) -> RequestStream:
+        """Queue what prepare(sink=) makes. slow: make it on another thread."""
+        import asyncio
+
+        channel = self._thread.channel(asyncio.get_running_loop())
+        make = functools.partial(prepare, sink=channel.post)
+        request = await asyncio.to_thread(make) if slow else make()
         stream = RequestStream(self, channel)
         stream.request_id = self._thread.submit(channel, request, request_id)
         return stream

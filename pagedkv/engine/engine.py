@@ -14,9 +14,10 @@ from . import forks
 from .admission import Admission, Prompt
 from .checks import check_int
 from .drawing import Drawing
+from .embedding import EmbeddingRequest
 from .intake import Intake
 from .metrics import EngineMetrics
-from .outputs import FinishReason, RequestOutput
+from .outputs import EmbeddingRequestOutput, FinishReason, RequestOutput
 from .pacing import Pacing
 from .params import SamplingParams
 from .prefix import PrefixCache
@@ -63,7 +64,7 @@ class LLMEngine:
         self.drawing = Drawing(model)
         self._logits = np.empty((0, model.forward.vocab_padded), np.float32)
         self.metrics = EngineMetrics()
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._mailboxes: dict[str, deque[Any]] = {}
         self._unclaimed: list[RequestOutput] = []
         self.intake = Intake(self.scheduler, max_waiting, self._mailboxes)
         self._requests = self.intake.requests
@@ -185,10 +186,17 @@ class LLMEngine:
         """add_request() whose outputs go into the returned deque, by pump() and step(); final_only: the last alone.
         max_waiting does not hold for it: who runs the steps himself cannot come back later."""
         box: deque[RequestOutput] = deque()
-        request = self.prepare(prompt, params, final_only=final_only, sink=box.append)
+        return self._subscribed(self.prepare(prompt, params, final_only=final_only, sink=box.append), box), box
+
+    def subscribe_embedding(self, prompt: Prompt) -> tuple[str, deque[EmbeddingRequestOutput]]:
+        """subscribe() for a prompt's vector; there is one output, the last."""
+        box: deque[EmbeddingRequestOutput] = deque()
+        return self._subscribed(self.prepare_embedding(prompt, sink=box.append), box), box
+
+    def _subscribed(self, request: Request, box: deque[Any]) -> str:
         request_id = self.enqueue(request, limited=False)
         self._mailboxes[request_id] = box
-        return request_id, box
+        return request_id
 
     def unsubscribe(self, request_id: str) -> None:
         """Abort the request if it still runs and drop its mailbox. Unknown ids are ignored."""
@@ -262,6 +270,10 @@ class LLMEngine:
         step. Raises ValueError as add_request does."""
         return self.admission.request(prompt, params, **options)
 
+    def prepare_embedding(self, prompt: Prompt, **options: Any) -> EmbeddingRequest:
+        """prepare() for a prompt's vector; options as Admission.embedding has them. Its sink gets one output."""
+        return self.admission.embedding(prompt, **options)
+
     def enqueue(self, request: Request, request_id: str | None = None, *, limited: bool = True) -> str:
         """Queue a prepared request and return its id. Waits for no step. limited: QueueFull if max_waiting requests
         wait already. Raises ValueError for an id in use, RuntimeError after close()."""
@@ -328,11 +340,14 @@ class LLMEngine:
 
     def _compute(self, chunks: list[Chunk], begun: set[Request]) -> None:
         """Forward, sample and hand out. `begun` holds a request while its state changes."""
+        chunks = sorted(chunks, key=lambda chunk: chunk.branch.request.pooling)
         token_ids = array("i")
         wanted: list[int] = []  # rows of token_ids whose logits are wanted
         scored: dict[Request, list[tuple[int, int]]] = {}  # prompt position, row of the logits
         drawn: dict[Request, list[tuple[Branch, Chunk, int]]] = {}  # with the first row of logits to draw from
         work: dict[Request, list[Chunk]] = {}
+        summed: dict[Request, range] = {}  # rows of the hidden states
+        n_logits = 0  # of the rows wanted, the first; behind them hidden states alone are
         for chunk in chunks:
             branch, request = chunk.branch, chunk.branch.request
             work.setdefault(request, []).append(chunk)
@@ -341,13 +356,22 @@ class LLMEngine:
             for position in request.prompt_rows_wanted(chunk.start, chunk.n_tokens):
                 scored.setdefault(request, []).append((position, len(wanted)))
                 wanted.append(base + position)
+            if isinstance(request, EmbeddingRequest):
+                rows = request.hidden_rows_wanted(chunk.start, chunk.n_tokens)
+                summed[request] = range(len(wanted), len(wanted) + len(rows))
+                wanted.extend(base + position for position in rows)
+                continue
             if chunk.completes:
                 for each in chunk.drawn:
                     drawn.setdefault(request, []).append((each, chunk, len(wanted)))
                 wanted.extend(range(len(token_ids) - 1, len(token_ids) + len(chunk.drafts)))
                 token_ids += chunk.drafts
-        logits = self._rows(len(wanted))
-        self._forward([c.branch.seq for c in chunks], token_ids, [c.n_rows for c in chunks], wanted, logits)
+            n_logits = len(wanted)
+        logits = self._rows(n_logits)
+        hidden = None
+        if len(wanted) > n_logits:
+            hidden = np.empty((len(wanted), self.model.forward.hidden_size), np.float32)
+        self._forward([c.branch.seq for c in chunks], token_ids, [c.n_rows for c in chunks], wanted, logits, hidden)
         first = [(branch, row) for each in drawn.values() for branch, _, row in each]
         self.drawing.draw([branch for branch, _ in first], logits, [row for _, row in first])
         self.metrics.sampled(chunks)
@@ -364,6 +388,8 @@ class LLMEngine:
                 self.metrics.tokens(branch, branch.n_outputs - n_before)
             for chunk in parts:
                 self.scheduler.settle(chunk, n_right[chunk.branch])
+            if hidden is not None and isinstance(request, EmbeddingRequest):
+                self._sum(request, hidden[summed[request].start : summed[request].stop])
             if request in drawn:
                 if not request.forked:
                     self._fork(request)
@@ -373,13 +399,26 @@ class LLMEngine:
                 self._emit(request)
             begun.discard(request)
 
+    def _sum(self, request: EmbeddingRequest, hidden: np.ndarray) -> None:
+        request.add(hidden)
+        if request.finished:
+            self.metrics.embedded(request)
+            self.scheduler.remove(request.branches[0])
+            self._emit(request)
+
     def _rows(self, n: int) -> np.ndarray:
         if len(self._logits) < n:
             self._logits = np.empty((max(n, 2 * len(self._logits)), self.model.forward.vocab_padded), np.float32)
         return self._logits[:n]
 
     def _forward(
-        self, seqs: list[Any], token_ids: Sequence[int], q_lens: list[int], rows: Iterable[int], logits: np.ndarray
+        self,
+        seqs: list[Any],
+        token_ids: Sequence[int],
+        q_lens: list[int],
+        rows: Iterable[int],
+        logits: np.ndarray,
+        hidden: np.ndarray | None = None,
     ) -> None:
         self.model.forward.run(
             self.kv,
@@ -388,6 +427,7 @@ class LLMEngine:
             np.array(q_lens, np.int32),
             np.array(list(rows), np.int32),
             logits,
+            *(() if hidden is None else [hidden]),
         )
 
     def _fork(self, request: Request) -> None:

@@ -111,6 +111,12 @@ class EngineMetrics:
             self.prompt_tokens += len(request.prompt_token_ids)
             self.time_to_first_token_seconds.observe(now - request.arrival_time)
 
+    def embedded(self, request: Request) -> None:
+        """The step has computed the last of a prompt whose vector is wanted."""
+        self.prompt_tokens += len(request.prompt_token_ids)
+        if request.scheduled_time is not None:
+            self.request_prefill_time_seconds.observe(self._now - request.scheduled_time)
+
     def ended(self, request: Request) -> None:
         """The request has handed out its last output."""
         now = time.monotonic()
@@ -122,7 +128,8 @@ class EngineMetrics:
             self.timeouts += 1
         self.e2e_request_latency_seconds.observe(now - request.arrival_time)
         self.request_prompt_tokens.observe(len(request.prompt_token_ids))
-        self.request_generation_tokens.observe(n_output)
+        if not request.pooling:
+            self.request_generation_tokens.observe(n_output)
         first = request.first_token_time
         if first is not None and request.scheduled_time is not None:
             self.request_prefill_time_seconds.observe(first - request.scheduled_time)

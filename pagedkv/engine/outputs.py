@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -76,3 +78,26 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingOutput:
+    """embedding: float32 [hidden], of length 1; None unless finish_reason is "stop". stop_reason: what went wrong in
+    words when finish_reason is "error", "timeout" for an abort by the deadline."""
+
+    embedding: np.ndarray | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingRequestOutput:
+    """What LLM.embed() gives for a prompt. prompt: the text, None if token ids were given. num_cached_tokens: always 0,
+    since the hidden states of every token are needed."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int = 0

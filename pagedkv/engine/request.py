@@ -20,8 +20,11 @@ class Request:
     """One prompt, its parameters and its n branches. Lower `priority` runs first; `arrival` orders equals.
 
     sink: takes the outputs, on whatever thread steps or aborts, None: step() returns them. doomed: its abort is asked
-    for and not yet carried out. All times are time.monotonic()'s; metrics.py fills in those of what happens later.
+    for and not yet carried out. pooling: it wants hidden states of all tokens and draws none. All times are
+    time.monotonic()'s; metrics.py fills in those of what happens later.
     """
+
+    pooling = False
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Request:
         arrival: int = 0,
         salt: str = "",
         final_only: bool = False,
-        sink: Callable[[RequestOutput], None] | None = None,
+        sink: Callable[[Any], None] | None = None,
         arrival_time: float = 0.0,
         deadline: float | None = None,
     ) -> None:
@@ -78,7 +81,11 @@ class Request:
             return range(0)
         return range(max(start, len(self.prompt_logprobs) - 1), min(start + n, len(self.prompt_token_ids) - 1))
 
-    def output(self) -> RequestOutput:
+    def hidden_rows_wanted(self, start: int, n: int) -> range:
+        """Positions within [start, start + n) whose hidden states are wanted behind the final norm."""
+        return range(0)
+
+    def output(self) -> Any:
         """A snapshot for the caller."""
         return RequestOutput(
             request_id=self.request_id,

@@ -4,7 +4,8 @@ Branches are ordered by their key (priority, arrival, index): lower goes first. 
 
 1. A step has one budget of tokens. Decodes (one token pending) take from it first, the longest not served first within
    a priority; then prefills in order, in chunks of what is left; then waiting branches are admitted, in order, never
-   past one that does not fit: within a priority nobody is overtaken. Guessed tokens take what nobody else wanted.
+   past one that does not fit: within a priority nobody is overtaken. Who waits goes before prefills of lower
+   priority. Guessed tokens take what nobody else wanted.
    While somebody reads along with a decode, everything beside the decodes costs at most 3/2 of them (engine/pacing.py),
    so tokens keep coming; a prefill still gets a row of every step and 3/5 of its cost, so it ends. With nothing to
    decode, or nobody reading, the budget is the only bound.
@@ -120,8 +121,12 @@ class Scheduler:
         self._chunks = {}
         self._budget = self.max_num_batched_tokens
         self._prompt_rows = self.max_prompt_rows
-        decodes = [branch for branch in self.running if branch.n_pending == 1]
-        prefills = [branch for branch in self.running if branch.n_pending > 1]
+        decodes, prefills = [], []
+        for branch in self.running:
+            if branch.n_pending == 1 and not branch.request.pooling:
+                decodes.append(branch)
+            elif branch.n_pending > 0:
+                prefills.append(branch)
         decodes.sort(key=lambda branch: (branch.request.priority, branch.last_step, branch.key))
         self._spare, self._prefilling = None, False
         for branch in decodes:
@@ -131,6 +136,7 @@ class Scheduler:
         if self.paced and any(not chunk.branch.request.final_only for chunk in decoding):
             self._spare = self.pacing.beside([chunk.start for chunk in decoding])
         for branch in prefills:
+            self._admit(branch.request.priority)
             if branch.seq is not None:
                 self._advance(branch)
         self._admit()
@@ -146,7 +152,7 @@ class Scheduler:
             self.speculation.count(len(chunk.drafts), n_kept)
         if n_kept < len(chunk.drafts):
             branch.seq.truncate(chunk.start + chunk.n_tokens + n_kept)
-        if self.prefix is not None:
+        if self.prefix is not None and not branch.request.pooling:
             self.prefix.publish(branch)
 
     def rollback(self, chunks: list[Chunk]) -> None:
@@ -154,13 +160,6 @@ class Scheduler:
         for chunk in chunks:
             if chunk.branch.seq is not None and len(chunk.branch.seq) > chunk.start:
                 chunk.branch.seq.truncate(chunk.start)
-
-    def preempt_last(self) -> bool:
-        """Take the pages of the last running branch in the order, between two steps; False if none runs."""
-        if not self.running:
-            return False
-        self._preempt(self.running[-1])
-        return True
 
     def pages(self, n_tokens: int) -> int:
         """Pages that hold the K/V of n_tokens tokens."""
@@ -204,8 +203,11 @@ class Scheduler:
             self._spare -= self.pacing.rows(start, n)
             self._prefilling = True
 
-    def _admit(self) -> None:
-        while self.waiting and self._bounded(0, 1) > 0 and self._enter(self.waiting[0]):
+    def _admit(self, before: int | None = None) -> None:
+        """Let waiting branches in, None: all that there is room for, otherwise those that go before this priority."""
+        while self.waiting and (before is None or self.waiting[0].request.priority < before):
+            if self._bounded(0, 1) <= 0 or not self._enter(self.waiting[0]):
+                break
             branch = self.waiting.pop(0)
             bisect.insort(self.running, branch, key=_key)
             if not self._advance(branch):
@@ -218,7 +220,7 @@ class Scheduler:
         while True:
             if len(self.running) < self.max_num_seqs:
                 branch.seq = self.kv.sequence()
-                n_cached = 0 if self.prefix is None else self.prefix.attach(branch)
+                n_cached = self._attach(branch)
                 n_tokens = min(len(branch.tokens) + 1, branch.request.max_stored_tokens)
                 needed = self.pages(n_tokens) - self.pages(n_cached)
                 owed = sum(self.pages(len(other.tokens)) - self.pages(len(other.seq)) for other in self.running)
@@ -230,8 +232,12 @@ class Scheduler:
                 return False
             self._preempt(self.running[-1])
 
+    def _attach(self, branch: Branch) -> int:
+        """How many tokens of the branch the prefix cache has given it."""
+        return self.prefix.attach(branch) if self.prefix is not None and not branch.request.pooling else 0
+
     def _count_prefix(self, branch: Branch, n_cached: int) -> None:
-        if self.prefix is not None:
+        if self.prefix is not None and not branch.request.pooling:
             self.n_prefix_query_tokens += len(branch.tokens)
             self.n_prefix_hit_tokens += n_cached
         if branch.request.num_cached_tokens is None:

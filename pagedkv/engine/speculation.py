@@ -157,10 +157,14 @@ class Speculation:
         guesses: list[array] = []
         for place, chunk in enumerate(decoding):
             branch = chunk.branch
+            room = branch.request.max_new_tokens - branch.n_outputs - 1
+            if room <= 0:
+                guesses.append(array("i"))
+                continue
             if branch.lookup is None:
                 branch.lookup = Lookup(self.config)
             guess = branch.lookup.guess(branch.tokens)
-            del guess[max(0, branch.request.max_new_tokens - branch.n_outputs - 1) :]
+            del guess[room:]
             guesses.append(guess)
             own = chance = branch.lookup.chance
             price = pacing.rows(chunk.start, 1) / pacing.context_per_row

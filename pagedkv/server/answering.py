@@ -76,7 +76,7 @@ async def _whole(service: Service, job: Job) -> dict[str, Any]:
     finally:
         await generation.aclose()
     for output in outputs:
-        raise_failure(output)
+        raise_failure(output.outputs)
     return job.answer(outputs)
 
 
@@ -107,7 +107,7 @@ class EventStream(Response):
             try:
                 async with aclosing(generation.outputs()) as outputs:
                     async for index, output in outputs:
-                        raise_failure(output)
+                        raise_failure(output.outputs)
                         events = [self._before + encoded(delta) + self._after for delta in job.deltas(index, output)]
                         if events:
                             await self._send(send, b"".join(events))

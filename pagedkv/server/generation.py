@@ -1,7 +1,7 @@
 """The engine's side of one HTTP request: its prompts, run together, and dropped when the client is gone."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from ..engine.admission import QueueFull
-from ..engine.outputs import RequestOutput
+from ..engine.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
 from ..engine.params import SamplingParams
 from ..engine.structured import FIELD
 from .errors import APIError, bad_request, busy, from_refusal, unavailable
@@ -39,35 +39,47 @@ class Generation:
     @classmethod
     async def start(cls, service: Service, work: Work, request_id: str, *, final_only: bool) -> "Generation":
         """Queue all prompts or none. APIError 400 for what the engine refuses, 429 when its queue is full."""
+
+        async def submit(index: int) -> Any:
+            text, ids = work.prompts[index]
+            prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids}
+            if work.salt is not None:
+                prompt["cache_salt"] = work.salt
+            return await service.engine.submit(
+                prompt,
+                work.params,
+                request_id=request_id if len(work.prompts) == 1 else f"{request_id}-{index}",
+                priority=work.priority,
+                timeout=work.timeout,
+                final_only=final_only,
+            )
+
+        return await cls.queue(service, len(work.prompts), submit, work.fields)
+
+    @classmethod
+    async def queue(
+        cls, service: Service, n: int, submit: Callable[[int], Awaitable[Any]], fields: Iterable[str]
+    ) -> "Generation":
+        """Await submit(i) for each i below n, which queues a request and returns its stream: all of them or none.
+        Refusals may blame `fields`; APIError as start() raises it."""
         generation = cls([])
         try:
-            for index, (text, ids) in enumerate(work.prompts):
+            for index in range(n):
                 if index:
                     await asyncio.sleep(0)  # others have their turn between many prompts
-                prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": ids}
-                if work.salt is not None:
-                    prompt["cache_salt"] = work.salt
-                stream = await service.engine.submit(
-                    prompt,
-                    work.params,
-                    request_id=request_id if len(work.prompts) == 1 else f"{request_id}-{index}",
-                    priority=work.priority,
-                    timeout=work.timeout,
-                    final_only=final_only,
-                )
-                generation._streams.append(stream)
+                generation._streams.append(await submit(index))
         except BaseException as error:
             await generation.aclose()
             if isinstance(error, QueueFull):
                 raise busy(str(error)) from None
             if isinstance(error, ValueError):
-                raise from_refusal(error, work.fields) from None
+                raise from_refusal(error, fields) from None
             if isinstance(error, RuntimeError) and service.stopped:
                 raise unavailable(str(error)) from None
             raise
         return generation
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async def outputs(self) -> AsyncGenerator[tuple[int, Any], None]:
         """(index of the prompt, its newest output), as they come."""
         if len(self._streams) == 1:
             async for output in self._streams[0]:
@@ -88,9 +100,9 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def finals(self) -> list[RequestOutput]:
+    async def finals(self) -> list[Any]:
         """The last output of each prompt."""
-        last: dict[int, RequestOutput] = {}
+        last: dict[int, Any] = {}
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
                 last[index] = output
@@ -110,9 +122,9 @@ async def _next(stream: Any) -> RequestOutput | None:
         return None
 
 
-def raise_failure(output: RequestOutput) -> None:
-    """APIError for an output that must not pass for an answer: the engine failed it, or was stopped under it."""
-    for each in output.outputs:
+def raise_failure(outputs: Iterable[CompletionOutput | EmbeddingOutput]) -> None:
+    """APIError if one of them must not pass for an answer: the engine failed it, or was stopped under it."""
+    for each in outputs:
         if each.finish_reason == "error":
             _, found, why = str(each.stop_reason).partition(f"{FIELD}: ")
             if found:  # a grammar can turn out to be too large only when it is used

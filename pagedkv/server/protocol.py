@@ -286,6 +286,7 @@ class EmbeddingRequest(Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: None = None
     user: str | None = None
+    priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
 
 
 class TokenizeRequest(Strict):

@@ -317,6 +317,32 @@ def test_two_runs_at_once_are_refused(pool):
     assert error(outputs[0][:, :75], model.logits(ids)[0]) < 3e-6
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("n_logits", [None, 0, 1, 3, 5])
+def test_hidden_states_of_rows_beside_logits_of_the_first_of_them(pool, name, n_logits):
+    """The bits of either do not depend on what else was asked for."""
+    model = MODELS[name]
+    forward, ids, rows = model.forward(pool), model.tokens(40), [0, 3, 16, 17, 39]
+    whole = np.zeros((40, forward.hidden_size), np.float32)
+    logits = np.zeros((40, forward.vocab_padded), np.float32)
+
+    def compute(*wanted):
+        kv = model.cache()
+        seq = kv.sequence()
+        seq.extend(40)
+        forward.run(kv, [seq], ids, [40], *wanted)
+
+    compute(range(40), logits, whole)
+    assert logits[:, :75].tobytes() == solo(model, ids, kv_format="f32")
+    some = None if n_logits is None else np.full((n_logits, forward.vocab_padded), 7, np.float32)
+    hidden = np.zeros((5, forward.hidden_size), np.float32)
+    compute(rows, some, hidden)
+    assert hidden.tobytes() == whole[rows].tobytes()
+    assert n_logits is None or some.tobytes() == logits[rows[:n_logits]].tobytes()
+    head = model.exact.get("head", model.exact["embedding"])
+    assert error(whole.astype(float) @ head.T, logits[:, :75]) < (3e-6 if name == "F32" else 0.02)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +350,7 @@ def logits_for(n):
     return np.zeros((n, 80), np.float32)
 
 
+HIDDEN = {"hidden": np.zeros((1, 48), np.float32)}
 BAD = [
     ({"seqs": []}, "q_lens: [2] for 0 sequences and (2,) token ids"),
     ({"q_lens": [1]}, "q_lens: [1] for 1 sequences and (2,) token ids"),
@@ -343,6 +370,10 @@ BAD = [
     ({"logit_rows": [0, 0, 0]}, "logit_rows: [0, 0, 0] do not ascend in [0, 2)"),
     ({"logit_rows": [[0]]}, "logit_rows: [[0]] do not ascend in [0, 2)"),
     ({"logits": logits_for(2)}, "logits: float32 (2, 80) is not float32 (1, 80)"),
+    ({"hidden": np.zeros((2, 48), np.float32)}, "hidden: float32 (2, 48) is not float32 (1, 48)"),
+    (HIDDEN | {"logits": logits_for(2)}, "logits: float32 (2, 80) is not float32 (1, 80)"),
+    ({"hidden": np.zeros((1, 48))}, "hidden: float64 (1, 48) is not float32 (1, 48)"),
+    ({"hidden": np.zeros((1, 96), np.float32)[:, ::2], "logits": None}, "hidden: not contiguous, or not writable"),
     ({"logits": np.zeros((1, 75), np.float32)}, "logits: float32 (1, 75) is not float32 (1, 80)"),
     ({"logits": np.zeros((1, 80))}, "logits: float64 (1, 80) is not float32 (1, 80)"),
     ({"seqs": [None]}, "seqs: entry 0 is no sequence of this cache"),

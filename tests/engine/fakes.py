@@ -5,6 +5,8 @@ drawn from the fold of all cells. A wrong, stale, shared or missing page therefo
 """
 
 import itertools
+import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -145,6 +147,7 @@ class FakeForward:
 
     isa = "fake"
     n_threads = 1
+    hidden_size = 4
 
     def __init__(self, vocab_size=61, sharpness=2.0):
         self.vocab_size = vocab_size
@@ -155,10 +158,12 @@ class FakeForward:
         self.interrupt_at = None
         self.steps = []
 
-    def run(self, kv, seqs, token_ids, q_lens, logit_rows, logits):
+    def run(self, kv, seqs, token_ids, q_lens, logit_rows, logits, hidden=None):
         assert token_ids.dtype == q_lens.dtype == logit_rows.dtype == np.int32 and logits.dtype == np.float32
         assert len(seqs) == len(q_lens) and q_lens.sum() == len(token_ids) and (q_lens > 0).all()
-        assert logits.shape == (len(logit_rows), self.vocab_padded) and logits.flags.c_contiguous
+        n_logits = len(logit_rows) if hidden is None else len(logits)
+        assert logits.shape == (n_logits, self.vocab_padded) and logits.flags.c_contiguous
+        assert hidden is None or (hidden.shape == (len(logit_rows), self.hidden_size) and n_logits < len(hidden))
         assert list(logit_rows) == sorted(set(logit_rows.tolist())) and len({id(s) for s in seqs}) == len(seqs)
         self.steps.append([int(n) for n in q_lens])
         if self.interrupt_at == len(self.steps):
@@ -174,10 +179,13 @@ class FakeForward:
                     seq.put(i, mix(fold ^ (token * 1000003 + i)))
                 fold = (fold * 0x100000001B3 + seq.cell(i)) & MASK
                 if i >= start:
-                    if row in wanted:
-                        logits[wanted[row]] = self.row(fold, token)
+                    at = wanted.get(row, len(logit_rows))
+                    if at < n_logits:
+                        logits[at] = self.row(fold, token)
                         if token in self.poison:
-                            logits[wanted[row], 3] = self.poison[token]
+                            logits[at, 3] = self.poison[token]
+                    if hidden is not None and at < len(hidden):
+                        hidden[at] = self.hidden_row(fold, token)
                     row += 1
 
     def row(self, fold, token):
@@ -185,6 +193,21 @@ class FakeForward:
         bits[successor(token)] += self.echo
         bits[self.vocab_size :] = np.nan
         return bits
+
+    def hidden_row(self, fold, token):
+        """Four numbers of very different size, so that the order in which they are added up shows in their sum."""
+        digits = [(mix(fold) >> shift & 0xFFFF) - 32768.0 for shift in (0, 16, 32, 48)]
+        return np.float32(digits) * np.float32(1.7 ** (fold % 61 - 30)) + np.float32(self.poison.get(token, 0.0))
+
+    def solo_embedding(self, tokens):
+        """The mean of the rows of all `tokens` in float64, added up in order, divided by its length."""
+        fold, total = 0, [0.0] * self.hidden_size
+        for i, token in enumerate(tokens):
+            fold = (fold * 0x100000001B3 + mix(fold ^ (token * 1000003 + i))) & MASK
+            total = [a + float(b) for a, b in zip(total, self.hidden_row(fold, token), strict=True)]
+        mean = [value / len(tokens) for value in total]
+        length = sum(Fraction(value * value) for value in mean)
+        return np.array([value / math.sqrt(length) for value in mean], np.float32)
 
     def solo_logits(self, tokens):
         """Logits behind the last of `tokens`, without any cache."""
@@ -248,7 +271,8 @@ def fake_model(vocab_size=61, context_length=64, stop_token_ids=(0,), sharpness=
 class PagedForward(FakeForward):
     """The same model over a real PagedKVCache (f32, one layer, one head of 16): a cell is four 16-bit digits of K."""
 
-    def run(self, kv, seqs, token_ids, q_lens, logit_rows, logits):
+    def run(self, kv, seqs, token_ids, q_lens, logit_rows, logits, hidden=None):
+        n_logits = len(logit_rows) if hidden is None else len(logits)
         self.steps.append([int(n) for n in q_lens])
         wanted = {int(row): i for i, row in enumerate(logit_rows)}
         row = 0
@@ -266,8 +290,11 @@ class PagedForward(FakeForward):
                     cell = sum(int(digit) << shift for digit, shift in zip(digits[i], (0, 16, 32, 48), strict=True))
                 fold = (fold * 0x100000001B3 + cell) & MASK
                 if i >= start:
-                    if row in wanted:
-                        logits[wanted[row]] = self.row(fold, int(token_ids[row]))
+                    at = wanted.get(row, len(logit_rows))
+                    if at < n_logits:
+                        logits[at] = self.row(fold, int(token_ids[row]))
+                    if hidden is not None and at < len(hidden):
+                        hidden[at] = self.hidden_row(fold, int(token_ids[row]))
                     row += 1
             seq.write_kv(0, start, new, new)
 

@@ -15,6 +15,7 @@ import pytest
 from small_model import VOCAB, small_model
 
 from pagedkv.core.kvcache import PagedKVCache
+from pagedkv.engine.embedding import embed
 from pagedkv.engine.engine import LLMEngine
 from pagedkv.engine.params import SamplingParams
 
@@ -74,6 +75,7 @@ class Group:
             n = rng.choice(BORDERS)
             prompt = rng.choice(common)[:n] + [rng.randint(1, 60) for _ in range(rng.choice([0, 0, 1, 7]))]
             self.specs.append(self.solo(prompt, random_params(rng)))
+        self.vectors = [self.solo_vector(spec.prompt) for spec in self.specs[::4]]
 
     def cache(self, n_pages):
         return PagedKVCache(
@@ -92,6 +94,13 @@ class Group:
         return SimpleNamespace(
             prompt=prompt, params=params, output=last, tokens=tokens, kv=[self.bits(t) for t in tokens]
         )
+
+    def solo_vector(self, prompt):
+        kv = self.cache(CONTEXT // P)
+        engine = LLMEngine(self.model, kv, max_model_len=CONTEXT, enable_prefix_caching=False)
+        vector = embed(engine, prompt)
+        assert kv.n_in_use == 0
+        return SimpleNamespace(prompt=prompt, vector=vector, tokens=[], kv=[self.bits(prompt)])
 
     def bits(self, tokens):
         """K and V of tokens, computed in one go."""
@@ -130,6 +139,13 @@ class Run:
 
     def submit(self):
         rng = self.rng
+        if rng.random() < 0.1:
+            spec = rng.choice(self.group.vectors)
+            request = self.engine.prepare_embedding(
+                spec.prompt, priority=rng.choice([0, 0, 0, 1, -1]), sink=self.embedded
+            )
+            self.asked[self.engine.enqueue(request)] = spec, ""
+            return
         spec = rng.choice(self.group.specs)
         salt = rng.choice(["", "", "", "tenant"])
         request_id = self.engine.add_request(
@@ -137,12 +153,20 @@ class Run:
         )
         self.asked[request_id] = spec, salt
 
+    def embedded(self, output):
+        assert output.finished and output.request_id not in self.done, "an output after the last one"
+        self.done[output.request_id] = output
+        if output.request_id in self.aborted:
+            assert output.outputs.finish_reason == "abort" and output.outputs.embedding is None
+        else:
+            assert output.outputs.embedding.tobytes() == self.asked[output.request_id][0].vector.tobytes()
+
     def abort(self):
         request_id = self.rng.choice(list(self.asked))
         alive = request_id not in self.done and request_id not in self.aborted
-        assert self.engine.abort(request_id) is alive
         if alive:
             self.aborted.add(request_id)
+        assert self.engine.abort(request_id) is alive
 
     def step(self):
         for output in self.engine.step():

@@ -76,6 +76,23 @@ def test_priority_goes_first_and_takes_the_slot():
     assert engine.stats()["preemptions"] == 1
 
 
+@pytest.mark.parametrize("embedding", [False, True])
+def test_priority_does_not_wait_for_a_prefill_of_lower_priority(embedding):
+    """Which could fill every step to the end of its prompt; one of equal priority does."""
+    engine = make(max_num_batched_tokens=10)
+    if embedding:
+        engine.enqueue(engine.prepare_embedding([1] * 60, priority=1, sink=print), "long")
+    else:
+        add(engine, 60, priority=1, request_id="long")
+    assert lengths(engine) == [10]
+    equal = add(engine, 3, priority=1)
+    high = add(engine, 3)
+    assert sorted(lengths(engine)) == [3, 7]
+    assert running(engine) == [high, "long"]
+    assert lengths(engine) == [1, 9]
+    assert equal not in running(engine)
+
+
 def test_equal_priority_never_preempts_for_admission():
     engine = make(n_pages=16, page_tokens=1)
     first = add(engine, 14, max_tokens=3)

@@ -106,6 +106,10 @@ class Traffic:
         rng = self.rng
         shared = rng.choice([0, 15, 16, 17, 32, 48, 60]) if self.real else rng.randint(0, 12)
         prompt = rng.choice(self.common)[:shared] + [rng.randint(1, 60) for _ in range(rng.randint(0, 14))] or [1]
+        if rng.random() < 0.15:
+            request = self.engine.prepare_embedding(prompt, priority=rng.choice([0, 0, 1, -1]), sink=self.embedded)
+            self.asked[self.engine.enqueue(request)] = (prompt, None)
+            return
         params = random_params(rng, 70 if self.real else 20)
         request_id = self.engine.add_request(
             {"prompt_token_ids": prompt, "cache_salt": rng.choice(["", "", "tenant"])},
@@ -114,10 +118,16 @@ class Traffic:
         )
         self.asked[request_id] = (prompt, params)
 
+    def embedded(self, output):
+        assert output.finished and output.request_id not in self.done, "an output after the last one"
+        self.done[output.request_id] = output
+
     def abort(self):
         request_id = self.rng.choice([*self.asked, "unknown"])
         alive = request_id in self.asked and request_id not in self.done and request_id not in self.aborted
         assert self.engine.abort(request_id) is alive
+        if alive and self.asked[request_id][1] is None:
+            assert self.done[request_id].outputs.finish_reason == "abort"
         if alive:
             self.aborted.add(request_id)
             assert self.engine.abort(request_id) is False
@@ -168,7 +178,11 @@ class Traffic:
         assert self.kv.n_in_use == 0 and not self.engine.has_unfinished()
         for request_id, (prompt, params) in self.asked.items():
             output = self.done[request_id]
-            assert output.prompt_token_ids == prompt and len(output.outputs) == params.n
+            assert output.prompt_token_ids == prompt
+            if params is None:
+                self.check_embedding(output, prompt)
+                continue
+            assert len(output.outputs) == params.n
             for got in output.outputs:
                 expected = expected_output(self.model, prompt, params, got.index, self.context)
                 if request_id in self.aborted:
@@ -184,6 +198,12 @@ class Traffic:
                     assert all(params.logprobs <= len(entry) <= params.logprobs + 1 for entry in got.logprobs)
             if params.prompt_logprobs is not None and request_id not in self.aborted:
                 assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
+
+    def check_embedding(self, output, prompt):
+        if output.request_id in self.aborted:
+            assert output.outputs.finish_reason == "abort" and output.outputs.embedding is None
+        else:
+            assert output.outputs.embedding.tobytes() == self.model.forward.solo_embedding(prompt).tobytes()
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["fake", "paged"])
