@@ -86,6 +86,29 @@ _activations = click.option(
 )
 
 
+def _speculation(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Any:
+    import json
+
+    from pagedkv.engine.speculation import SpeculativeConfig
+
+    if value is None:
+        return None
+    try:
+        config = json.loads(value)
+        SpeculativeConfig.parse(config)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(str(error)) from None
+    return config
+
+
+_speculative_config = click.option(
+    "--speculative-config",
+    callback=_speculation,
+    metavar="JSON",
+    help='Guess tokens from earlier ones, such as \'{"method": "ngram", "num_speculative_tokens": 8}\'.',
+)
+
+
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
@@ -115,6 +138,7 @@ def _command(function: Callable[..., Any]) -> click.Command:
 @_kv_format
 @_kv_memory
 @_activations
+@_speculative_config
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line for each prompt.")
 def generate(
     model: str,
@@ -145,6 +169,7 @@ def generate(
 @_model
 @_kv_memory
 @_activations
+@_speculative_config
 @click.pass_context
 def chat(context: click.Context, model: str, **llm_options: Any) -> None:
     """Talk with a model. /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves."""
@@ -187,6 +212,7 @@ _FILE = click.Path(exists=True, dir_okay=False)
 @click.option("--no-prefix-caching", is_flag=True, help="Compute equal beginnings each time.")
 @click.option("--quantization", type=click.Choice(["q8_0"]), help="Convert float weights to this type.")
 @_activations
+@_speculative_config
 def serve(
     model: str,
     host: str,

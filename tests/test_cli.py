@@ -117,6 +117,21 @@ def test_kv_format_reaches_the_cache(pagedkv_command, smollm2_path):
     assert texts["f32"] != texts["int8"]
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_speculation_reaches_the_model(command, monkeypatch):
+    seen = []
+
+    def run(*arguments, **options):
+        seen.append(options.get("llm_options", arguments[-1]))
+        return True
+
+    monkeypatch.setattr(f"pagedkv.commands.{command}.run", run)
+    prompt = ["--prompt", "x"] if command == "generate" else []
+    config = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3}
+    assert cli.main([command, *prompt]) == cli.main([command, *prompt, "--speculative-config", json.dumps(config)]) == 0
+    assert [options["speculative_config"] for options in seen] == [None, config]
+
+
 def test_pool_and_activations_reach_the_model(pagedkv_command, smollm2_path):
     options = ["generate", "--prompt", " a b c d" * 20, "--max-tokens", 60, "--temperature", 0]
     line = one_line(pagedkv_command(*options, "--kv-memory", "1MiB"))  # two pages of 16 tokens
@@ -247,6 +262,10 @@ def test_prompt_that_is_not_text(tmp_path, utf8_mode):
         (["generate", "--prompt", "x", "--kv-format", "f64"], ["kv-format", "f64", "int8"]),
         (["generate", "--prompt", "x", "--kv-memory", "lots"], ["kv-memory", "lots", "512MiB"]),
         (["chat", "--kv-memory", "0"], ["kv-memory", "0"]),
+        (["generate", "--prompt", "x", "--speculative-config", "ngram"], ["speculative-config", "column 1"]),
+        (["chat", "--speculative-config", '{"method": "eagle"}'], ["speculative-config", "method", "eagle", "ngram"]),
+        (["serve", "--speculative-config", '{"method": "ngram"}'], ["num_speculative_tokens", "None", "64"]),
+        (["serve", "--speculative-config", "[" * 9999], ["speculative-config"]),
         (["bench", "--activations", "f32"], ["activations", "f32", "int12"]),
         (["serve", "--api-key", "a b"], ["api-key", "printable"]),
         (["serve", "--quantization", "q9"], ["quantization", "q9", "q8_0"]),
@@ -464,12 +483,12 @@ def test_without_a_command_help_goes_to_standard_error(pagedkv_command):
 def test_options_of_each_command():
     expected = {
         "generate": "model prompts max_tokens temperature top_k top_p seed threads kv_format kv_memory activations "
-        "as_json debug",
-        "chat": "model kv_memory activations debug",
+        "speculative_config as_json debug",
+        "chat": "model kv_memory activations speculative_config debug",
         "bench": "model threads prompt_tokens gen_tokens batch activations profile as_json debug",
         "serve": "model host port keys key_file names max_body max_queue max_prompts max_n max_logprobs origins "
         "shutdown_timeout access_log threads kv_format kv_memory kv_pages page_tokens max_model_len max_num_seqs "
-        "max_num_batched_tokens no_prefix_caching quantization activations debug",
+        "max_num_batched_tokens no_prefix_caching quantization activations speculative_config debug",
         "pull": "name debug",
         "info": "model debug",
         "doctor": "debug",

@@ -139,8 +139,10 @@ class Speculation:
     def __init__(self, config: SpeculativeConfig) -> None:
         self.config = config
         self.margin = MARGIN
+        self.n_drafts = 0
         self.n_drafted = 0
         self.n_accepted = 0
+        self.n_accepted_at = [0] * config.num_speculative_tokens  # of the first, second, ... token of a guess
 
     def plan(self, decoding: "list[Chunk]", beside: int, pacing: Pacing) -> "list[tuple[Chunk, array]]":
         """Guesses worth computing in a step that decodes `decoding` and `beside` rows of prefill.
@@ -185,5 +187,8 @@ class Speculation:
 
     def count(self, n_drafted: int, n_accepted: int) -> None:
         """Note how a step's guess fared."""
+        self.n_drafts += 1
         self.n_drafted += n_drafted
         self.n_accepted += n_accepted
+        for place in range(n_accepted):
+            self.n_accepted_at[place] += 1

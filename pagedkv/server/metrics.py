@@ -24,8 +24,9 @@ COUNTERS = {
 TOTALS: dict[str, tuple[str, str]] = {
     "prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts, cached ones included."),
     "generation_tokens": ("vllm:generation_tokens", "Tokens made."),
-    "spec_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens guessed by prompt lookup."),
-    "spec_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of them that were right."),
+    "spec_drafts": ("vllm:spec_decode_num_drafts", "Guesses of prompt lookup."),
+    "spec_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of them."),
+    "spec_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
     "requests_timeout": ("pagedkv:requests_timeout", "Requests that their deadline ended."),
     "requests_refused": ("pagedkv:requests_refused", "Requests refused because the queue was full."),
 }
@@ -59,6 +60,14 @@ class EngineCollector(Collector):
             yield _one(GaugeMetricFamily(name, text, labels=labels), values, stats[key])
         for key, (name, text) in (COUNTERS | TOTALS).items():
             yield _one(CounterMetricFamily(name, text, labels=labels), values, stats[key])
+        right = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by place in the guess.",
+            labels=[*labels, "position"],
+        )
+        for position, n in enumerate(stats["spec_accepted_tokens_per_pos"]):
+            right.add_metric([*values, str(position)], n)
+        yield right
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*labels, "finished_reason"]
         )

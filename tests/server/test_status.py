@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import MODEL, TINY
+from conftest import MODEL, TINY, served
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedkv import LLM
@@ -48,6 +48,23 @@ def test_metrics_count_what_was_done(small):
     pages = [after[f'pagedkv:pages{{state="{state}"}}'] for state in ("free", "cached", "in_use")]
     assert sum(pages) == small.llm.kv.n_pages and pages[2] == 0 and pages[1] > 0
     assert after["process_open_fds"] > 3 and after["process_resident_memory_bytes"] > 1 << 20
+
+
+def test_metrics_of_guesses(tiny_path, small):
+    """Equal logits make an output of one token over and over, which is guessed from its second on."""
+    name = "vllm:spec_decode_num_"
+    assert {small.metrics()[f"{name}{what}_total"] for what in ("drafts", "draft_tokens", "accepted_tokens")} == {0}
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with LLM(tiny_path, threads=1, kv_pages=40, speculative_config=config) as llm, served(llm) as live:
+        llm.engine.scheduler.speculation.margin = 0  # guess whenever there is a guess
+        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+        assert live.post(COMPLETIONS, body).json()["usage"]["completion_tokens"] == 60
+        found = live.metrics()
+    places = [found[f'{name}accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(3)]
+    accepted, steps = found[f"{name}accepted_tokens_total"], found["pagedkv:engine_steps_total"]
+    assert accepted + steps == 60 and sum(places) == accepted > 40
+    assert places == sorted(places, reverse=True) and places[0] <= found[f"{name}drafts_total"] <= steps
+    assert accepted <= found[f"{name}draft_tokens_total"] <= 3 * found[f"{name}drafts_total"]
 
 
 def test_metrics_are_prometheus_text(small):
