@@ -303,8 +303,8 @@ def bench(
 @_command
 @click.argument("name")
 def pull(name: str) -> None:
-    """Bring NAME, of the catalogue or hf:owner/repo[/file], into the cache directory and print its path. A file of the
-    catalogue that is there is checked and, if damaged, downloaded again."""
+    """Bring NAME, of the catalogue or hf:owner/repo[/file], into the cache directory and print its path. What is
+    there already is checked by size and hash and, if damaged, downloaded again."""
     from pagedkv.models.catalogue import pull
 
     click.echo(pull(name, progress=on_terminal(), verify=True))

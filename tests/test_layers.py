@@ -11,7 +11,7 @@ PACKAGE = ROOT / "pagedkv"
 
 # Modules of the core from the bottom up. A module imports only from layers below its own.
 CORE_LAYERS = [
-    {"errors", "cpus", "structs", "memory"},
+    {"errors", "cpus", "structs", "memory", "files"},
     {"_kernels", "internal"},
     {"pages", "quants", "registry"},
     {"matmul", "sampling_state"},
@@ -25,8 +25,8 @@ CORE_LAYERS = [
 # The page side of the core knows nothing of kernels and threads.
 PAGES = {"structs", "memory", "internal", "pages", "registry", "arena", "sequence", "check", "page_map", "prefix"}
 ARITHMETIC = {
-    "_kernels", "quants", "matmul", "attention", "sampling_state", "sampler", "probe", "typed", "kvcache", "operations",
-    "experts", "layer", "forward",
+    "files", "_kernels", "quants", "matmul", "attention", "sampling_state", "sampler", "probe", "typed", "kvcache",
+    "operations", "experts", "layer", "forward",
 }  # fmt: skip
 # Methods that hand out what is built on their class; imported when called.
 FACTORIES = {("arena", "check"), ("arena", "sequence")}

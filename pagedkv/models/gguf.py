@@ -1,23 +1,20 @@
-"""Reader of GGUF v2 and v3 model files: mapped, and nothing believed before it is checked against the file's size.
+"""Reader of GGUF v2 and v3 model files: nothing is believed before it is checked against the file's size.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-import contextlib
 import itertools
-import mmap
 import os
-import stat
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from pagedkv.models.errors import ModelError
+from pagedkv.models.files import ModelFile
 
 # ggml type id -> (name, weights per block, bytes per block)
 TENSOR_TYPES = {
@@ -47,6 +44,7 @@ _MAX_STRING_BYTES = 1 << 26
 _MAX_STRINGS = 1 << 21
 _MAX_NESTED_ARRAYS = 1 << 12
 _MAX_NESTING = 4
+_WINDOW = 1 << 20  # bytes of metadata read at once
 
 _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
@@ -61,13 +59,6 @@ class TensorInfo:
     type_name: str
     offset: int
     n_bytes: int
-
-
-def drop_pages(mapping: mmap.mmap, start: int, stop: int) -> None:
-    """Give the pages that hold bytes [start, stop) of a file's mapping back to the system."""
-    start &= -mmap.PAGESIZE
-    if stop > start:
-        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 class StringArray(Sequence[str]):
@@ -118,30 +109,32 @@ class StringArray(Sequence[str]):
 
 
 class GGUFFile:
-    """A GGUF file, mapped read-only. Use as a context manager or call `close`.
+    """A GGUF file, open for reading. Use as a context manager or call `close`.
 
     .path       Path
     .version    2 or 3
     .metadata   dict: int, float, bool, str, numpy array (numbers), StringArray or list (arrays of arrays)
     .tensors    dict[str, TensorInfo] in file order
 
-    Opening checks every count, length, type and range against the file's size, so that no later access can leave the
-    mapping. Raises ModelError, one line naming key, value and bound. Metadata is copied out and outlives the file;
-    tensor data is not copied. A file must not be truncated by others while it is open.
+    Opening reads the metadata and checks every count, length, type and range against the file's size. Metadata outlives
+    the file. Raises ModelError, one line naming key, value and bound. What others do to the file: see ModelFile.
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
-        self._map = self._map_file()
-        self._view = memoryview(self._map)
-        self._size = len(self._view)
+        self._file = ModelFile(path)
+        self.path, self._size = self._file.path, self._file.n_bytes
+        self._window, self._base = b"", 0  # bytes of the file from _base on
         self._pos = 0
         self._n_nested = 0
         try:
+            if self._size < _HEADER_BYTES:
+                self._fail(f"{self._size} bytes long; a GGUF header alone has {_HEADER_BYTES}")
             self._read_header()
         except BaseException:
             self.close()
             raise
+        finally:
+            self._window = b""
 
     def __enter__(self) -> "GGUFFile":
         return self
@@ -150,37 +143,26 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        """Unmap the file. Idempotent. Views from `data` stay valid: the mapping goes with the last of them."""
-        self._view.release()
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        """Close the file. Idempotent."""
+        self._file.close()
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the file."""
         return self._size
 
-    def data(self, name: str) -> memoryview:
-        """Bytes of tensor `name`, a read-only view on the mapping: nothing is copied. KeyError for an unknown name."""
+    def data(self, name: str) -> bytes:
+        """Bytes of tensor `name`, read. KeyError for an unknown name."""
         info = self.tensors[name]
-        return self._view[info.offset : info.offset + info.n_bytes]
+        return self._file.read(f"tensor {name}", info.offset, info.n_bytes)
 
-    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Give pages of the tensor's bytes [start, stop) back to the system; the next access reads them again."""
-        info = self.tensors[name]
-        drop_pages(self._map, info.offset + start, info.offset + (info.n_bytes if stop is None else stop))
+    def file(self, name: str) -> ModelFile:
+        """The file that tensor `name` lies in, for reading a part of it."""
+        return self._file
 
-    def _map_file(self) -> mmap.mmap:
-        try:
-            with open(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-                status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode):
-                    self._fail("not a regular file")
-                if status.st_size < _HEADER_BYTES:
-                    self._fail(f"{status.st_size} bytes long; a GGUF header alone has {_HEADER_BYTES}")
-                return mmap.mmap(file.fileno(), status.st_size, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ModelError(f"{self.path}: {error.strerror or error}") from None
+    def check_unchanged(self) -> None:
+        """As ModelFile.check_unchanged."""
+        self._file.check_unchanged()
 
     def _fail(self, text: str) -> NoReturn:
         raise ModelError(f"{self.path}: {text}")
@@ -188,14 +170,14 @@ class GGUFFile:
     # Reading
 
     def _read_header(self) -> None:
-        if self._view[:4] != b"GGUF":
-            self._fail(f"not a GGUF file: it starts with {bytes(self._view[:4])!r}")
-        self.version, n_tensors, n_entries = struct.unpack_from("<IQQ", self._view, 4)
+        at = self._need("header", _HEADER_BYTES)
+        magic, self.version, n_tensors, n_entries = struct.unpack_from("<4sIQQ", self._window, at)
+        if magic != b"GGUF":
+            self._fail(f"not a GGUF file: it starts with {magic!r}")
         if self.version & 0xFFFF == 0:
             self._fail("big-endian GGUF file; only little-endian files are supported")
         if self.version not in (2, 3):
             self._fail(f"GGUF version {self.version} is not supported; versions 2 and 3 are")
-        self._pos = _HEADER_BYTES
         self._check_count("metadata entries", n_entries, _MIN_ENTRY_BYTES)
         self.metadata: dict[str, Any] = {}
         for _ in range(n_entries):
@@ -215,12 +197,20 @@ class GGUFFile:
         self._place_tensors(raw)
 
     def _need(self, what: str, n: int) -> int:
-        """Position of the next n bytes, which are in the file; advances past them."""
+        """Index in the window of the next n bytes; advances past them."""
         pos = self._pos
         if n > self._size - pos:
             self._fail(f"{what}: {n} bytes at offset {pos} pass the end of the file at {self._size}")
+        if pos + n > self._base + len(self._window):
+            self._read_window(what, n)
         self._pos = pos + n
-        return pos
+        return pos - self._base
+
+    def _read_window(self, what: str, n: int) -> None:
+        """Let the window begin at the position and hold at least n bytes, which the file must have."""
+        self._base = self._pos
+        self._window = b""  # the old one goes before the new one comes
+        self._window = self._file.read(what, self._pos, min(max(n, _WINDOW), self._size - self._pos))
 
     def _check_count(self, what: str, count: int, min_bytes: int) -> None:
         if count > (self._size - self._pos) // min_bytes:
@@ -228,10 +218,12 @@ class GGUFFile:
             self._fail(f"{what}: a count of {count} needs at least {min_bytes} bytes each, {left} are left in the file")
 
     def _u32(self, what: str) -> int:
-        return _u32(self._view, self._need(what, 4))[0]
+        at = self._need(what, 4)
+        return _u32(self._window, at)[0]
 
     def _u64(self, what: str) -> int:
-        return _u64(self._view, self._need(what, 8))[0]
+        at = self._need(what, 8)
+        return _u64(self._window, at)[0]
 
     def _text(self, what: str, limit: int) -> str:
         n = self._u64(what)
@@ -239,9 +231,9 @@ class GGUFFile:
             self._fail(f"{what}: a length of {n} bytes, at most {limit} are allowed")
         start = self._need(what, n)
         try:
-            return str(self._view[start : start + n], "utf-8")
+            return self._window[start : start + n].decode()
         except UnicodeDecodeError:
-            self._fail(f"{what}: {bytes(self._view[start : start + min(n, 32)])!r} is not UTF-8")
+            self._fail(f"{what}: {self._window[start : start + min(n, 32)]!r} is not UTF-8")
 
     def _name(self, what: str) -> str:
         start = self._pos
@@ -253,11 +245,13 @@ class GGUFFile:
     def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
             code = _SCALARS[kind][0]
-            return struct.unpack_from(code, self._view, self._need(key, struct.calcsize(code)))[0]
+            at = self._need(key, struct.calcsize(code))
+            return struct.unpack_from(code, self._window, at)[0]
         if kind == _STRING:
             return self._text(key, _MAX_STRING_BYTES)
         if kind == _BOOL:
-            value = self._view[self._need(key, 1)]
+            at = self._need(key, 1)
+            value = self._window[at]
             if value > 1:
                 self._fail(f"{key}: boolean {value} is neither 0 nor 1")
             return bool(value)
@@ -271,7 +265,7 @@ class GGUFFile:
             dtype = np.dtype(_SCALARS[kind][1] if kind != _BOOL else "u1")
             self._check_count(key, count, dtype.itemsize)
             start = self._need(key, count * dtype.itemsize)
-            values = np.frombuffer(self._view[start : self._pos], dtype).copy()
+            values = np.frombuffer(self._window, dtype, count, start).copy()
             if kind == _BOOL:
                 if count and values.max() > 1:
                     self._fail(f"{key}: boolean {values.max()} is neither 0 nor 1")
@@ -291,19 +285,26 @@ class GGUFFile:
         self._check_count(key, count, 8)
         if count > _MAX_STRINGS:
             self._fail(f"{key}: {count} strings, at most {_MAX_STRINGS} are allowed")
-        view, start = self._view, self._pos
+        start = pos = self._pos
+        window, base = self._window, self._base
+        window_end = base + len(window)
         ends = array("q")
-        append, pos, last = ends.append, start, self._size - 8
+        append, last = ends.append, self._size - 8
         for index in range(count):
             if pos > last:
                 self._fail(f"{key}[{index}]: length at offset {pos} passes the end of the file at {self._size}")
-            n = _u64(view, pos)[0]
+            if pos + 8 > window_end:
+                self._pos = pos
+                self._read_window(f"{key}[{index}]", 8)
+                window, base = self._window, self._base
+                window_end = base + len(window)
+            n = _u64(window, pos - base)[0]
             pos += 8 + n
             if pos > self._size:
                 self._fail(f"{key}[{index}]: {n} bytes at offset {pos - n} pass the end of the file at {self._size}")
             append(pos - start)
         self._pos = pos
-        return StringArray(key, bytes(view[start:pos]), ends)
+        return StringArray(key, self._file.read(key, start, pos - start), ends)
 
     # Tensors
 

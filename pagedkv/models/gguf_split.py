@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from pagedkv.models.errors import ModelError
+from pagedkv.models.files import ModelFile
 from pagedkv.models.gguf import GGUFFile, TensorInfo
 from pagedkv.models.metadata import Metadata
 
@@ -40,17 +41,22 @@ class GGUFParts:
         self.close()
 
     def close(self) -> None:
-        """Unmap all parts. Idempotent."""
+        """Close all parts. Idempotent."""
         for part in self._parts:
             part.close()
 
-    def data(self, name: str) -> memoryview:
+    def data(self, name: str) -> bytes:
         """As GGUFFile.data."""
         return self._part_of[name].data(name)
 
-    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """As GGUFFile.drop."""
-        self._part_of[name].drop(name, start, stop)
+    def file(self, name: str) -> ModelFile:
+        """As GGUFFile.file."""
+        return self._part_of[name].file(name)
+
+    def check_unchanged(self) -> None:
+        """As ModelFile.check_unchanged, of every part."""
+        for part in self._parts:
+            part.check_unchanged()
 
     @property
     def n_bytes(self) -> int:

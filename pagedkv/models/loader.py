@@ -17,7 +17,7 @@ from pagedkv.models.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model ready to run: `forward` holds the packed weights, nothing of the file stays mapped."""
+    """A model ready to run: `forward` holds the packed weights, the file is closed."""
 
     name: str
     path: Path
@@ -44,8 +44,8 @@ def load_model(
     threads: of packing and of every later step (None: see `pagedkv.core.cpus.default_threads`). quantization: "q8_0"
     for float matrices, None: as in the file. context: the longest sequence that will be run, None: the model's own; it
     chooses between the rotation tables of models that have several (docs/models.md). progress: bars on standard error.
-    Raises ModelError or ValueError in one line that names what is wrong. Weights are read once, packed and dropped
-    from the page map.
+    Raises ModelError or ValueError in one line that names what is wrong. Weights are read once, and no
+    byte of a file is mapped: one that others cut short or write into while it is read is such an error too.
     """
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations: {activations!r} is not one of {', '.join(ACTIVATIONS)}")

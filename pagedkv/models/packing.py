@@ -1,8 +1,7 @@
-"""From the tensors of a file to a ForwardModel: every matrix read once, packed, and dropped from the page map."""
+"""From the tensors of a file to a ForwardModel: every matrix is read once, a slice at a time, and packed."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
 from pagedkv.models.architectures import ARCHITECTURES
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.errors import ModelError
+from pagedkv.models.files import ModelFile
 from pagedkv.models.gguf import TensorInfo
 from pagedkv.models.quantise import FLOATS, to_float32, to_q8_0
 from pagedkv.models.rope import half_split_order
@@ -30,11 +30,14 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Name, shape and type of each."""
 
-    def data(self, name: str) -> memoryview:
-        """Bytes of one, not copied."""
+    def data(self, name: str) -> bytes:
+        """Bytes of one."""
 
-    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """The pages of its bytes [start, stop) will not be needed again."""
+    def file(self, name: str) -> ModelFile:
+        """The file it lies in, at TensorInfo.offset."""
+
+    def check_unchanged(self) -> None:
+        """Raise ModelError when a file was written into since it was opened."""
 
 
 class Packer:
@@ -165,22 +168,27 @@ class Packer:
         tensor = self.source.tensors[name]
         n_rows, n_cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         row_bytes = tensor.n_bytes // n_rows
-        data = self.source.data(name)
-        packed, start = [], 0
+        packed, offset = [], tensor.offset
         for n in rows or (n_rows,):
-            part, kind = data[start * row_bytes : (start + n) * row_bytes], tensor.type_name
-            # one matrix can be most of a file: what of it is packed need not stay until all is
-            release: Callable[[int, int], None] | None = functools.partial(self._drop, name, start * row_bytes)
-            if quantise and self.quantization and kind in FLOATS and n_cols % 32 == 0:
-                part, kind, release = to_q8_0(part, kind, n_cols), "Q8_0", None
-            packed.append(PackedMatrix.pack(self.pool, kind, part, n, n_cols, order, release))
-            start += n
-        self.source.drop(name)
+            packed.append(self._matrix(name, offset, n, n_cols, n * row_bytes, order, quantise))
+            offset += n * row_bytes
         self.done()
         return packed
 
-    def _drop(self, name: str, offset: int, start: int, stop: int) -> None:
-        self.source.drop(name, offset + start, offset + stop)
+    def _matrix(
+        self, name: str, offset: int, n_rows: int, n_cols: int, n_bytes: int, order: np.ndarray | None, quantise: bool
+    ) -> PackedMatrix:
+        """Rows of tensor `name` that lie from `offset` of its file on."""
+        kind, file, what = self.source.tensors[name].type_name, self.source.file(name), f"tensor {name}"
+        if quantise and self.quantization and kind in FLOATS and n_cols % 32 == 0:
+
+            def read(start: int, stop: int) -> bytes:
+                return file.read(what, offset + start, stop - start)
+
+            blocks = to_q8_0(read, n_bytes, kind, n_cols)
+            return PackedMatrix.pack(self.pool, "Q8_0", blocks, n_rows, n_cols, order)
+        with file.reading(what, offset, n_bytes):
+            return PackedMatrix.read(self.pool, kind, file.fileno(), offset, n_rows, n_cols, order)
 
     def norm(self, name: str) -> np.ndarray:
         """Weights of a norm, float32."""

@@ -1,19 +1,20 @@
-"""Weights of a Hugging Face directory: its safetensors files, mapped, under GGUF's tensor names."""
+"""Weights of a Hugging Face directory: its safetensors files, under GGUF's tensor names."""
 
-import contextlib
 import json
-import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pagedkv.models.errors import ModelError
-from pagedkv.models.gguf import TensorInfo, drop_pages
+from pagedkv.models.files import ModelFile
+from pagedkv.models.gguf import TensorInfo
 
 _TYPES = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 1 << 26
+_MAX_HEADER_BYTES = 100_000_000  # the library refuses larger ones
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,14 +37,14 @@ class SafetensorsFiles:
 
     .tensors   dict[str, TensorInfo] by the names that `rename` gives; tensors it gives None are left out
 
-    The `safetensors` library checks each file before anything of it is believed; tensor data is not copied. Raises
-    ModelError naming file, tensor and what is wrong, also where the library is not installed.
+    The `safetensors` library checks each header before anything of it is believed. Raises ModelError naming file,
+    tensor and what is wrong, also where the library is not installed. What others do to the files: see ModelFile.
     """
 
     def __init__(self, directory: Path, rename: Callable[[str], str | None]):
         self.tensors: dict[str, TensorInfo] = {}
-        self._maps: dict[str, mmap.mmap] = {}
-        self._file_of: dict[str, str] = {}
+        self._files: list[ModelFile] = []
+        self._file_of: dict[str, ModelFile] = {}
         self.n_bytes = 0
         try:
             for file in _shards(directory):
@@ -59,30 +60,31 @@ class SafetensorsFiles:
         self.close()
 
     def close(self) -> None:
-        """Unmap the files. Idempotent. Views from `data` stay valid: a mapping goes with the last of them."""
-        for mapping in self._maps.values():
-            with contextlib.suppress(BufferError):
-                mapping.close()
+        """Close the files. Idempotent."""
+        for file in self._files:
+            file.close()
 
-    def data(self, name: str) -> memoryview:
-        """Bytes of tensor `name`, a read-only view on the mapping: nothing is copied. KeyError for an unknown name."""
+    def data(self, name: str) -> bytes:
+        """Bytes of tensor `name`, read. KeyError for an unknown name."""
         info = self.tensors[name]
-        return memoryview(self._maps[self._file_of[name]])[info.offset : info.offset + info.n_bytes]
+        return self._file_of[name].read(f"tensor {name}", info.offset, info.n_bytes)
 
-    def drop(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """As GGUFFile.drop."""
-        info = self.tensors[name]
-        end = info.offset + (info.n_bytes if stop is None else stop)
-        drop_pages(self._maps[self._file_of[name]], info.offset + start, end)
+    def file(self, name: str) -> ModelFile:
+        """As GGUFFile.file."""
+        return self._file_of[name]
+
+    def check_unchanged(self) -> None:
+        """As ModelFile.check_unchanged, of every file."""
+        for file in self._files:
+            file.check_unchanged()
 
     def _add(self, path: Path, rename: Callable[[str], str | None]) -> None:
-        check_with_library(path)
-        with open(path, "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._maps[path.name] = mapping
-        self.n_bytes += len(mapping)
-        start = 8 + int.from_bytes(mapping[:8], "little")
-        for original, entry in json.loads(mapping[8:start]).items():
+        file = ModelFile(path)
+        self._files.append(file)
+        self.n_bytes += file.n_bytes
+        header = _read_header(file)
+        start = 8 + len(header)
+        for original, entry in json.loads(header).items():
             name = None if original == "__metadata__" else rename(original)
             if name is None:
                 continue
@@ -95,18 +97,33 @@ class SafetensorsFiles:
                 raise ModelError(f"{path}: tensor {original}: shape {entry['shape']} holds no vector or matrix")
             kind = _TYPES[entry["dtype"]][0]
             self.tensors[name] = TensorInfo(name, tuple(entry["shape"]), kind, start + first, last - first)
-            self._file_of[name] = path.name
+            self._file_of[name] = file
 
 
-def check_with_library(path: Path) -> None:
-    """Raise ModelError unless `path` is a sound safetensors file."""
+def _read_header(file: ModelFile) -> bytes:
+    """The JSON text of a safetensors file's header, found sound by the library. Raises ModelError."""
+    prefix = file.read("header", 0, min(8, file.n_bytes))
+    # a length that cannot be is left for the library to refuse
+    n = min(int.from_bytes(prefix, "little"), _MAX_HEADER_BYTES, file.n_bytes - len(prefix))
+    header = file.read("header", len(prefix), n)
+    check_with_library(file.path, prefix + header, file.n_bytes)
+    return header
+
+
+def check_with_library(path: Path, start: bytes, n_bytes: int) -> None:
+    """Raise ModelError unless `start` is the prefix and header of a sound safetensors file of n_bytes bytes."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ModelError(f"{path}: reading it needs the safetensors library: pip install safetensors") from None
     try:
-        with safe_open(path, framework="numpy") as file:
-            file.keys()
+        # the library maps what it opens, so it gets a file nobody else can cut: the header, and a hole for the weights
+        with open(os.memfd_create("safetensors header"), "wb") as copy:
+            copy.write(start)
+            copy.flush()
+            os.ftruncate(copy.fileno(), n_bytes)
+            with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="numpy") as file:
+                file.keys()
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: not a sound safetensors file: {error}") from None
 

@@ -37,7 +37,9 @@ class OpenModel:
 
 @contextmanager
 def open_model(path: Path) -> Iterator[OpenModel]:
-    """Open a GGUF file or a Hugging Face directory. Reads no weights. Raises ModelError, one line."""
+    """Open a GGUF file or a Hugging Face directory. Reads no weights. Raises ModelError, one line; also at the end,
+    when a file was written into meanwhile, so that nothing is made of two versions of a file.
+    """
     if path.is_dir():
         directory = DirectoryConfig(path)
         with SafetensorsFiles(path, directory.tensor_names) as files:
@@ -50,6 +52,7 @@ def open_model(path: Path) -> Iterator[OpenModel]:
             yield OpenModel(
                 path, "Hugging Face directory", files.n_bytes, config, tokenizer, kind, files, False, offset
             )
+            files.check_unchanged()
     else:
         with open_gguf(path) as file:
             config = ModelConfig.from_gguf(file)
@@ -59,3 +62,4 @@ def open_model(path: Path) -> Iterator[OpenModel]:
             adjacent = ARCHITECTURES[config.architecture].adjacent_pairs
             container = f"GGUF version {file.version}"
             yield OpenModel(path, container, file.n_bytes, config, tokenizer, kind, file, adjacent)
+            file.check_unchanged()

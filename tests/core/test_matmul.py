@@ -1,6 +1,7 @@
 """Packed weights against the gguf package, products against float64, and one result on every ISA and thread count."""
 
 import itertools
+import os
 
 import gguf
 import numpy as np
@@ -9,6 +10,7 @@ from isas import assert_one_result, on_every_isa
 
 from pagedkv.core._kernels import ThreadPool
 from pagedkv.core._testing_threads import multiply
+from pagedkv.core.files import read_bytes
 from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
 
 FLOATS = ("F32", "F16", "BF16")
@@ -115,25 +117,6 @@ def test_who_packs_does_not_matter(type_name):
     assert_one_result(
         {n: rows_of(PackedMatrix.pack(ThreadPool(n), type_name, raw, 200, 256)).tobytes() for n in (1, 2, 5)}
     )
-
-
-def test_packed_parts_of_the_source_are_released(pool):
-    """In order, without gaps, and only what is packed: here it is overwritten at once."""
-    n_rows, n_cols = 1003, 16384
-    raw = np.arange(n_rows * n_cols, dtype=np.float32).reshape(n_rows, n_cols)
-    expected, released = raw[[0, 500, n_rows - 1]].tobytes(), []
-
-    def release(start, stop):
-        released.append((start, stop))
-        raw.reshape(-1).view(np.uint8)[start:stop] = 0xFF
-
-    matrix = PackedMatrix.pack(pool, "F32", raw, n_rows, n_cols, None, release)
-    assert b"".join(bytes(matrix.row(i)) for i in (0, 500, n_rows - 1)) == expected
-    assert [start for start, _ in released] == [0, *(stop for _, stop in released[:-1])]
-    assert len(released) > 2 and released[-1][1] == raw.nbytes
-    order, released = np.arange(n_rows)[::-1].copy(), []
-    PackedMatrix.pack(pool, "F32", raw, n_rows, n_cols, order, release)
-    assert not released, "rows out of order may be read to the end"
 
 
 def test_the_source_is_copied_and_may_be_read_only(pool):
@@ -273,3 +256,79 @@ def test_infinite_activations_stay_in_their_row(pool, type_name, activations):
     found = product(pool, matrix, x, activations=activations)
     assert np.isnan(found[1]).all()
     assert found[[0, 2]].tobytes() == expected[[0, 2]].tobytes()
+
+
+# --- from a file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    """A function that writes bytes behind some others and gives (file descriptor, offset)."""
+    opened = []
+
+    def write(raw, before=77):
+        path = tmp_path / f"{len(opened)}"
+        path.write_bytes(b"?" * before + raw.tobytes() + b"?" * 40)
+        opened.append(os.open(path, os.O_RDWR))
+        return opened[-1], before
+
+    yield write
+    for fd in opened:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+@pytest.mark.parametrize("type_name", WEIGHT_TYPES)
+def test_a_matrix_read_is_the_matrix_packed(file_of, type_name, n_threads):
+    """Wide ones take more than a slice for a panel, the last panel is not full, rows come in any order."""
+    pool, block = ThreadPool(n_threads), block_of(type_name)[0]
+    reverse, runs = np.arange(35)[::-1].copy(), np.roll(np.arange(35), 9)
+    for n_cols, orders in ((5 * block, [None, reverse, runs]), (1 << 15, [None])):
+        raw = random_file(type_name, 35, n_cols)
+        fd, offset = file_of(raw)
+        for order in orders:
+            expected = rows_of(PackedMatrix.pack(pool, type_name, raw, 35, n_cols, order))
+            found = PackedMatrix.read(pool, type_name, fd, offset, 35, n_cols, order)
+            assert rows_of(found).tobytes() == expected.tobytes()
+
+
+def test_a_matrix_cut_short_says_where_the_file_ends(pool, file_of):
+    raw = random_file("Q8_0", 200, 64)
+    fd, offset = file_of(raw)
+    for end in (offset + raw.nbytes - 1, offset + raw.nbytes // 2, offset + 1, offset, 10, 0):
+        os.ftruncate(fd, end)
+        for order in (None, np.arange(200)):
+            with pytest.raises(EOFError) as caught:
+                PackedMatrix.read(ThreadPool(1), "Q8_0", fd, offset, 200, 64, order)
+            # a read that begins behind the end finds nothing there
+            assert caught.value.args == (max(end, offset),)
+            with pytest.raises(EOFError):
+                PackedMatrix.read(pool, "Q8_0", fd, offset, 200, 64, order)
+
+
+def test_reads_that_the_system_refuses(pool, tmp_path):
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(IsADirectoryError):
+            PackedMatrix.read(pool, "F32", folder, 0, 20, 4)
+        with pytest.raises(IsADirectoryError):
+            read_bytes(folder, 10, 0)
+    finally:
+        os.close(folder)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        PackedMatrix.read(pool, "F32", -1, 0, 20, 4)
+    with pytest.raises(ValueError, match="offset: -1 is negative"):
+        PackedMatrix.read(pool, "F32", 0, -1, 20, 4)
+    with pytest.raises(ValueError, match="read: -1 bytes at offset 0"):
+        read_bytes(0, -1, 0)
+
+
+def test_bytes_are_read_at_their_place(file_of):
+    raw = random_file("Q8_0", 20, 64)
+    fd, offset = file_of(raw)
+    assert read_bytes(fd, raw.nbytes, offset) == raw.tobytes() and read_bytes(fd, 0, 5) == b""
+    end = offset + raw.nbytes + 40
+    for at, n in ((end - 1, 2), (end, 1), (0, end + 1)):
+        with pytest.raises(EOFError) as caught:
+            read_bytes(fd, n, at)
+        assert caught.value.args == (end,)

@@ -17,12 +17,16 @@ class Hub:
     .cut         {file name: bytes after which its next download breaks off}
     .refuse      {file name: how often it is refused after that}
     .wrong       file names that are served with other bytes
+    .redirect    {file name: where its downloads are sent to}
+    .message     what errors say
+    .describe_file   what is said of each file of a listing
     """
 
     def __init__(self, repos: dict[str, dict[str, bytes]]):
         self.repos, self.requests = repos, []
         self.gated, self.wrong = set(), set()
-        self.cut, self.refuse = {}, {}
+        self.cut, self.refuse, self.redirect = {}, {}, {}
+        self.message, self.describe_file = "no", describe_file
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,6 +61,8 @@ class Hub:
         revision, _, name = rest.partition("/")
         if repo in self.gated:
             return self.fail(handler, 401, "GatedRepo")
+        if name in self.redirect:
+            return self.send(handler, 302, b"", {"Location": self.redirect[name]})
         if name not in self.repos.get(repo, {}):
             return self.fail(handler, 404, "EntryNotFound" if repo in self.repos else "RepoNotFound")
         self.serve(handler, name, self.repos[repo][name])
@@ -66,7 +72,7 @@ class Hub:
             return self.fail(handler, 404, "RepoNotFound")
         if revision not in ("main", "v2", COMMIT):
             return self.fail(handler, 404, "RevisionNotFound")
-        siblings = [describe_file(*item) for item in self.repos[repo].items()]
+        siblings = [self.describe_file(*item) for item in self.repos[repo].items()]
         body = json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode()
         self.send(handler, 200, body, {"Content-Type": "application/json"})
 
@@ -85,7 +91,7 @@ class Hub:
         self.send(handler, status, data[start:], headers, self.cut.pop(name, None))
 
     def fail(self, handler, status: int, code: str | None) -> None:
-        self.send(handler, status, b"{}", {"X-Error-Code": code, "X-Error-Message": "no"} if code else {})
+        self.send(handler, status, b"{}", {"X-Error-Code": code, "X-Error-Message": self.message} if code else {})
 
     def send(self, handler, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
         handler.send_response(status)

@@ -75,12 +75,9 @@ class TestGoodFiles:
             a, b = file.tensors["a"], file.tensors["b"]
             assert (a.shape, a.type_name, a.n_bytes) == ((3, 4), "F32", 48)
             assert (b.shape, b.type_name, b.n_bytes) == ((1, 2, 32), "Q4_0", 36)
-            view = file.data("a")
-            assert view.readonly and np.frombuffer(view, np.float32).reshape(3, 4).tolist() == rows.tolist()
-            assert bytes(file.data("b")) == q
-            file.drop("a")
-            file.drop("b")
-            assert bytes(file.data("b")) == q
+            assert np.frombuffer(file.data("a"), np.float32).reshape(3, 4).tolist() == rows.tolist()
+            assert file.data("b") == q
+            assert file.file("b").read("b", b.offset + 30, 6) == q[30:]
             with pytest.raises(KeyError):
                 file.data("c")
 
@@ -92,12 +89,31 @@ class TestGoodFiles:
             assert [t.offset for t in file.tensors.values()] == [4096, 8192]
             assert bytes(file.data("b")) == b"\7" * 12
 
-    def test_views_outlive_close(self, tmp_path):
-        file = opened(tmp_path, w.model({"a": ((8,), "F32")}, [], fill=3))
-        view = file.data("a")
+    def test_a_closed_file_is_not_read(self, tmp_path):
+        file = opened(tmp_path, w.model({"a": ((8,), "F32")}, [("k", w.STRING, "v")], fill=3))
         file.close()
         file.close()
-        assert bytes(view) == b"\3" * 32
+        assert file.metadata == {"k": "v"}
+        with pytest.raises(ModelError, match=r"m\.gguf: tensor a: Bad file descriptor"):
+            file.data("a")
+
+    def test_metadata_larger_than_what_is_read_at_once(self, tmp_path, monkeypatch):
+        """Values of every kind across the ends of windows of every size."""
+        texts = ["x" * i for i in range(40)] + ["", "☕" * 30]
+        entries = [
+            w.entry("a", w.ARRAY, (w.STRING, texts)), w.entry("b", w.STRING, "y" * 100), w.entry("c", w.F64, 0.1),
+            w.entry("d", w.ARRAY, (w.U32, list(range(50)))), w.entry("e", w.ARRAY, (w.STRING, texts)),
+            w.entry("f", w.BOOL, 1), w.entry("g", w.ARRAY, (w.ARRAY, [(w.U8, [1, 2]), (w.STRING, texts)])),
+        ]  # fmt: skip
+        raw = w.assemble(entries, [w.tensor_entry(f"t{i}", [8], 0, 32 * i) for i in range(9)], bytes(32 * 9))
+        for window in (1, 2, 7, 64, 1000, 1 << 20):
+            monkeypatch.setattr("pagedkv.models.gguf._WINDOW", window)
+            with opened(tmp_path, raw) as file:
+                found = file.metadata
+                assert list(found["a"]) == list(found["e"]) == list(found["g"][1]) == texts
+                assert (found["b"], found["c"], found["f"]) == ("y" * 100, 0.1, True)
+                assert found["d"].tolist() == list(range(50)) and found["g"][0].tolist() == [1, 2]
+                assert [t.offset for t in file.tensors.values()] == [len(raw) - 32 * (9 - i) for i in range(9)]
 
     def test_type_table_is_the_published_one(self):
         for kind, (block, block_bytes) in gguf.GGML_QUANT_SIZES.items():

@@ -7,7 +7,7 @@ import sys
 import pytest
 import tiny
 import tiny_models
-from hub_server import COMMIT, Hub
+from hub_server import COMMIT, Hub, describe_file
 
 from pagedkv.models import catalogue, hub
 from pagedkv.models.catalogue import pull, resolve
@@ -57,7 +57,8 @@ class TestFiles:
         server = served(one={"README.md": b"hello", "m.gguf": FILE, "mmproj-m.gguf": FILE})
         path = pull("hf:owner/one", progress=False)
         assert path == home / "hub/owner--one/files/m.gguf" and path.read_bytes() == FILE
-        assert files_under(home) == ["hub/owner--one/.lock", "hub/owner--one/chosen", "hub/owner--one/files/m.gguf"]
+        kept = ["hub/owner--one/.lock", "hub/owner--one/chosen", "hub/owner--one/files/m.gguf"]
+        assert files_under(home) == [*kept, "hub/owner--one/pulled.json"]
         downloads = [request for request in server.requests if "resolve" in request[1]]
         assert downloads == [("GET", f"owner/one/resolve/{COMMIT}/m.gguf", None)]
         n = len(server.requests)
@@ -175,10 +176,174 @@ class TestInterruptions:
         assert not list(home.rglob("*.gguf"))
 
 
+class TestPresentFiles:
+    """What pull does with files that are there: the size at every load, every byte where it is asked to look."""
+
+    def check(self, name="hf:owner/one"):
+        return pull(name, progress=False, verify=True)
+
+    def test_whole_ones_need_no_hub(self, served, home, capsys):
+        server = served(one={"m.gguf": FILE}, small={"m.gguf": b"small"})
+        paths = [pull(f"hf:owner/{name}", progress=False) for name in ("one", "small")]
+        del server.requests[:]
+        assert [self.check(f"hf:owner/{name}") for name in ("one", "small")] == paths
+        assert server.requests == [] and capsys.readouterr() == ("", "")
+
+    @pytest.mark.parametrize("content", [FILE, b"small"], ids=["sha256", "git"])
+    def test_a_damaged_byte(self, served, home, capsys, content):
+        server = served(one={"m.gguf": content})
+        path = pull("hf:owner/one", progress=False)
+        server.repos["owner/one"]["n.gguf"] = FILE  # what the name meant is kept
+        for at in (0, len(content) // 2, len(content) - 1):
+            damaged = bytearray(content)
+            damaged[at] ^= 1
+            path.write_bytes(damaged)
+            assert pull("hf:owner/one", progress=False) == path and path.read_bytes() == damaged  # not looked at
+            assert self.check() == path and path.read_bytes() == content
+            assert capsys.readouterr() == ("", f"{path} was damaged and has been downloaded again\n")
+        assert not (home / "hub/owner--one/.partial").exists()
+
+    def test_a_wrong_size_is_seen_at_every_load(self, served, home, capsys):
+        served(one={"m.gguf": FILE})
+        path = pull("hf:owner/one", progress=False)
+        for content in (FILE[:-1], b"", FILE + b"x"):
+            path.write_bytes(content)
+            assert resolve("hf:owner/one/m.gguf", progress=False) == path and path.read_bytes() == FILE
+            assert "was damaged and has been downloaded again" in capsys.readouterr().err
+
+    def test_each_part_is_looked_at(self, served, home, capsys):
+        names = [f"b-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+        server = served(one={name: FILE[i:] for i, name in enumerate(names)})
+        first = pull("hf:owner/one", progress=False)
+        for i, name in enumerate(names):
+            path = first.with_name(name)
+            path.write_bytes(bytes(len(FILE) - i))
+            del server.requests[:]
+            assert self.check() == first and path.read_bytes() == FILE[i:]
+            assert [request[1].rpartition("/")[2] for request in server.requests if "resolve" in request[1]] == [name]
+        first.with_name(names[2]).unlink()
+        assert self.check() == first and first.with_name(names[2]).read_bytes() == FILE[2:]
+
+    def test_each_file_of_a_directory_is_looked_at(self, served, home, tmp_path, capsys):
+        local = tiny_models.directory("llama", tmp_path / "made", n_shards=2)
+        files = {path.name: path.read_bytes() for path in local.iterdir()}
+        served(one=files)
+        directory = pull("hf:owner/one", progress=False)
+        for name, content in files.items():
+            path = directory / name
+            path.write_bytes(bytes(len(content)))
+            assert self.check() == directory and path.read_bytes() == content
+            assert capsys.readouterr().err == f"{path} was damaged and has been downloaded again\n"
+        assert {path.name for path in directory.iterdir()} == set(files)
+
+    def test_the_same_commit_is_pulled_again(self, served, home):
+        """Not what the revision means by now: a model stays what it was."""
+        server = served(one={"m.gguf": FILE})
+        path = pull("hf:owner/one", progress=False)
+        path.write_bytes(bytes(len(FILE)))
+        del server.requests[:]
+        self.check()
+        asked = [request[1] for request in server.requests]
+        assert asked == [f"api/models/owner/one/revision/{COMMIT}", f"owner/one/resolve/{COMMIT}/m.gguf"]
+
+    def test_what_cannot_be_mended(self, served, home, capsys):
+        server = served(one={"m.gguf": FILE})
+        path = pull("hf:owner/one", progress=False)
+        path.write_bytes(bytes(len(FILE)))
+        server.wrong.add("m.gguf")
+        with pytest.raises(ModelError) as caught:
+            self.check()
+        assert str(caught.value).startswith(f"{path} was damaged: hf:owner/one: m.gguf does not have the hash ")
+        assert path.read_bytes() == bytes(len(FILE)), "what is there is not lost before there is better"
+
+    @pytest.mark.parametrize(
+        "record", [None, b"{", b"[]", b'{"files/m.gguf": 3}', b'{"files/m.gguf": {"name": "../x"}}'], ids=repr
+    )
+    def test_without_a_record_it_says_so(self, served, home, capsys, record):
+        served(one={"m.gguf": FILE})
+        path = pull("hf:owner/one", progress=False)
+        file = home / "hub/owner--one/pulled.json"
+        file.unlink() if record is None else file.write_bytes(record)
+        assert self.check() == path
+        said = f"{path} was not checked: there is no record of its hash; delete it to have it pulled again\n"
+        assert capsys.readouterr().err == said
+
+    def test_the_choice_that_was_kept_is_not_believed(self, served, home):
+        served(one={"m.gguf": FILE})
+        path = pull("hf:owner/one", progress=False)
+        for text in (b"../../../x.gguf", b"/etc/passwd", b"\xff", b"", b"m.bin"):
+            (home / "hub/owner--one/chosen").write_bytes(text)
+            assert pull("hf:owner/one", progress=False) == path
+
+
+class TestHostileHubs:
+    """What a hub says is checked before a path, a name or a line is made of it."""
+
+    @pytest.mark.parametrize("digest", ["../../../../victim", "/etc/passwd", "", "x" * 64, "a" * 41, 5, None])
+    def test_a_digest_is_no_path(self, served, home, digest):
+        """It names the file that a download is kept in."""
+        server = served(one={"m.gguf": FILE})
+        victim = home.parent / "victim"
+        victim.write_bytes(b"untouched")
+        lfs = {"sha256": digest, "size": 1, "pointerSize": 1}
+        server.describe_file = lambda name, data: {
+            "rfilename": name, "size": len(data), "blobId": digest, "lfs": lfs,
+        }  # fmt: skip
+        refused("hf:owner/one")
+        assert victim.read_bytes() == b"untouched" and not list(home.parent.rglob("*.part"))
+        assert files_under(home) in ([], ["hub/owner--one/.lock"])
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "../m.gguf", "/m.gguf", "a/../../m.gguf", "a\\..\\m.gguf", "a\nb.gguf", "\x1b[2Jm.gguf", "\ud800.gguf",
+            "\0.gguf",
+        ],
+    )  # fmt: skip
+    def test_names_that_are_none(self, served, home, name):
+        server = served(one={"m.gguf": FILE})
+        server.describe_file = lambda _, data: describe_file(name, data)
+        assert refused("hf:owner/one") == "hf:owner/one: neither a GGUF file nor a directory of safetensors"
+
+    def test_more_bytes_than_stated(self, served, home):
+        server = served(one={"m.gguf": FILE})
+        server.describe_file = lambda name, data: describe_file(name, data[:5000])
+        assert refused("hf:owner/one") == "hf:owner/one: m.gguf is longer than the 5000 bytes that the hub states"
+        assert files_under(home) == ["hub/owner--one/.lock"]
+
+    @pytest.mark.parametrize(
+        "to", ["file:///etc/passwd", "/owner/one/resolve/main/m.gguf", "http://127.0.0.1:9/x", "//"]
+    )
+    def test_redirects(self, served, home, to):
+        """To what is no file of a hub, to itself, to where nobody answers."""
+        server = served(one={"m.gguf": FILE})
+        server.redirect["m.gguf"] = to
+        refused("hf:owner/one")
+        assert not list(home.rglob("*.gguf"))
+
+    def test_a_redirect_to_the_bytes(self, served, home):
+        server = served(one={"m.gguf": FILE}, two={"n.gguf": FILE})
+        server.redirect["m.gguf"] = "/owner/two/resolve/main/n.gguf"
+        assert pull("hf:owner/one", progress=False).read_bytes() == FILE
+
+    def test_control_characters_of_an_error(self, served, home):
+        server = served(one={"m.gguf": FILE})
+        server.message = "bad\x1b[2Jnews" + "x" * 3000
+        server.gated.add("owner/three")
+        server.repos["owner/three"] = {"m.gguf": FILE}
+        server.refuse["m.gguf"] = 100
+        message = refused("hf:owner/one")
+        assert message.isprintable() and len(message) < 500
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
-        "name", ["hf:", "hf:owner", "hf:owner/one/x.bin", "hf:a/b/c", "hf:owner/one@/m.gguf", "hf:/x"]
-    )
+        "name",
+        [
+            "hf:", "hf:owner", "hf:owner/one/x.bin", "hf:a/b/c", "hf:owner/one@/m.gguf", "hf:/x", "hf:a--b/c",
+            "hf:a/b--c",
+        ],
+    )  # fmt: skip
     def test_names(self, home, name):
         assert refused(name) == f"{name}: not hf:owner/repo[@revision][/file.gguf]"
 
