@@ -152,7 +152,8 @@ else:
         extensions(),
         include_path=["."],
         compiler_directives={"language_level": 3, "boundscheck": False, "wraparound": False, "cdivision": True,
-                             "initializedcheck": False, "embedsignature": True, "embedsignature.format": "python"},
+                             "initializedcheck": False, "freethreading_compatible": True, "embedsignature": True,
+                             "embedsignature.format": "python"},
         show_all_warnings=False,
     )
 

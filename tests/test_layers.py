@@ -11,7 +11,7 @@ PACKAGE = ROOT / "pagedkv"
 
 # Modules of the core from the bottom up. A module imports only from layers below its own.
 CORE_LAYERS = [
-    {"errors", "cpus", "structs", "memory", "files"},
+    {"errors", "cpus", "structs", "memory", "files", "exclusive"},
     {"_kernels", "internal"},
     {"pages", "quants", "registry"},
     {"matmul", "sampling_state"},

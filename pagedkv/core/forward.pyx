@@ -14,6 +14,7 @@ from libc.time cimport time_t
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.attention cimport *
+from pagedkv.core.exclusive cimport give_back, take
 from pagedkv.core.experts cimport *
 from pagedkv.core.kvcache cimport KVSequence, PagedKVCache
 from pagedkv.core.layer cimport Layer, float_array, int32_array, pointer
@@ -163,7 +164,7 @@ cdef class ForwardModel:
     cdef int64_t max_rows, scratch_bytes
     cdef int64_t profile_ns[N_OPS]
     cdef public bint profile
-    cdef bint running
+    cdef int32_t running
 
     def __cinit__(self):
         memset(&self.b, 0, sizeof(batch))
@@ -337,9 +338,10 @@ cdef class ForwardModel:
 
     def close(self) -> None:
         """Free the workspace; it comes back at the next run. The weights go when the object dies. RuntimeError while running."""
-        if self.running:
+        if not take(&self.running):
             raise RuntimeError("close: the model is running, in another thread")
         self.release_workspace()
+        give_back(&self.running)
 
     @property
     def vocab_padded(self) -> int:
@@ -430,16 +432,17 @@ cdef class ForwardModel:
         Releases the GIL; other threads must leave the sequences alone meanwhile. Raises BadInput naming what does not fit, with no K/V
         written, Tampered, MemoryError, and RuntimeError when the model is running already. The cache cannot be closed meanwhile.
         """
-        if self.running:
+        if not take(&self.running):
             raise RuntimeError("run: the model is running already, in another thread")
-        kv.hold()
-        self.running = True
         try:
-            self.run_alone(kv, list(seqs), int32_array("token_ids", token_ids), int32_array("q_lens", q_lens),
-                           int32_array("logit_rows", logit_rows), logits, hidden)
+            kv.hold()
+            try:
+                self.run_alone(kv, list(seqs), int32_array("token_ids", token_ids), int32_array("q_lens", q_lens),
+                               int32_array("logit_rows", logit_rows), logits, hidden)
+            finally:
+                kv.let_go()
         finally:
-            self.running = False
-            kv.let_go()
+            give_back(&self.running)
 
     cdef void attach(self, attention_view *v, const attention_view *cache):
         """Take the place of tiles from a cache, keep the arithmetic."""

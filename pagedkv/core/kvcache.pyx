@@ -14,7 +14,9 @@ from libc.string cimport memset
 from pagedkv.core._kernels cimport *
 from pagedkv.core.arena cimport *
 from pagedkv.core.attention cimport *
+from pagedkv.core.internal cimport unlock
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
+from pagedkv.core.registry cimport enter_seq
 from pagedkv.core.sequence cimport *
 from pagedkv.core.structs cimport *
 
@@ -106,7 +108,7 @@ cdef class PagedKVCache(Arena):
         cdef attention_view v = self.view
         cdef int64_t at = within("layer", layer, 0, self.n_layers)
         cdef attention_job job
-        cdef int64_t i, n, status
+        cdef int64_t i, n, status, before
         cdef KVSequence seq
         cdef list owners = list(seqs)
         cdef list lens = [within("q_lens", x, 0, 1 << 40) for x in q_lens]
@@ -146,7 +148,10 @@ cdef class PagedKVCache(Arena):
             row = 0
             for i in range(n):
                 seq = owners[i]
-                job.plan.spans[i] = attention_span(seq.ptr.page_indices, row, lens[i], seq.ptr.n_tokens - <int64_t>lens[i], -1)
+                before = seq.ptr.n_tokens - <int64_t>lens[i]
+                if before < 0:
+                    raise BadInput(f"seqs: another thread cut entry {i} short meanwhile")
+                job.plan.spans[i] = attention_span(seq.ptr.page_indices, row, lens[i], before, -1)
                 row += lens[i]
             if plan_units(&job.plan, &v):
                 raise PoolExhausted("attend: the system refused scratch memory")
@@ -182,6 +187,17 @@ cdef int64_t make_own(pkv_seq *s, int64_t n_new, int64_t first, int64_t stop) no
     return 0
 
 
+cdef int64_t set_tokens(pkv_seq *s, int64_t n, int64_t page_tokens) noexcept nogil:
+    """n_tokens becomes n, or what the pages hold if that is less: so it is for those who read it, whoever cuts the table
+    short meanwhile. The number it has become, or TAMPER."""
+    cdef int64_t result = enter_seq(s)
+    if result == 0:
+        result = min(n, s.n_pages_used * page_tokens)
+        s.n_tokens = result
+        unlock(s.arena)
+    return result
+
+
 cdef class KVSequence(Sequence):
     """The tokens of one sequence in a PagedKVCache. Made by PagedKVCache.sequence; len() is its number of tokens."""
 
@@ -212,7 +228,11 @@ cdef class KVSequence(Sequence):
             code = make_own(self.ptr, max(needed - used, <int64_t>0), tokens // page_tokens, min(used, needed) if count else 0)
         if code < 0:
             raise self.refuse(code, f"extend: {count} more tokens" if code != -PKV_POOL_EXHAUSTED else "")
-        self.ptr.n_tokens = tokens + count
+        code = set_tokens(self.ptr, tokens + count, page_tokens)
+        if code < 0:
+            raise self.refuse(code, "")
+        if code < tokens + count:
+            raise BadInput(f"extend: another thread cut the sequence to {code} tokens meanwhile")
         return tokens
 
     def truncate(self, n) -> None:
@@ -220,13 +240,13 @@ cdef class KVSequence(Sequence):
         cdef int64_t page_tokens = self.cache().view.page_tokens
         cdef int64_t count = within("truncate", n, 0, self.ptr.n_tokens + 1)
         self.truncate_pages((count + page_tokens - 1) // page_tokens)
-        self.ptr.n_tokens = count
+        set_tokens(self.ptr, count, page_tokens)
 
     def truncate_pages(self, n) -> None:
         """Keep the first n pages and the tokens on them. BadInput when n is not in [0, n_pages]."""
         cdef int64_t page_tokens = self.cache().view.page_tokens
         Sequence.truncate_pages(self, n)
-        self.ptr.n_tokens = min(self.ptr.n_tokens, self.ptr.n_pages_used * page_tokens)
+        set_tokens(self.ptr, self.ptr.n_tokens, page_tokens)
 
     def share_prefix(self, pages, n_tokens) -> None:
         """Begin this empty sequence with held pages of another: n_tokens tokens in exactly the pages they fill.
@@ -241,7 +261,7 @@ cdef class KVSequence(Sequence):
         if (count + page_tokens - 1) // page_tokens != len(wanted):
             raise BadInput(f"share_prefix: {count} tokens do not fill {len(wanted)} pages of {page_tokens}")
         self.share_pages(wanted)
-        self.ptr.n_tokens = count
+        set_tokens(self.ptr, count, page_tokens)
 
     def write_kv(self, layer, start, k, v) -> None:
         """Store K and V of one layer for tokens [start, start + n): float32 [n, n_kv_heads, head_dim] each.

@@ -508,7 +508,9 @@ cdef class PrefixIndex:
         is not empty or of another arena.
         """
         cdef TokenBuffer tokens = TokenBuffer(token_ids)
-        cdef int64_t code = pkv_prefix_match(self.ptr, seq.ptr, tokens.data(), tokens.size())
+        cdef int64_t code
+        with cython.critical_section(seq):
+            code = pkv_prefix_match(self.ptr, seq.ptr, tokens.data(), tokens.size())
         if code < 0:
             raise refusal(self, code, f"match: sequence {seq.seq_id} is not an empty sequence of this arena")
         return code
@@ -522,7 +524,9 @@ cdef class PrefixIndex:
         fewer full pages than token_ids or is of another arena.
         """
         cdef TokenBuffer tokens = TokenBuffer(token_ids)
-        cdef int64_t code = pkv_prefix_insert(self.ptr, seq.ptr, tokens.data(), tokens.size())
+        cdef int64_t code
+        with cython.critical_section(seq):
+            code = pkv_prefix_insert(self.ptr, seq.ptr, tokens.data(), tokens.size())
         if code < 0:
             raise refusal(self, code, f"insert: {tokens.size()} tokens exceed the full pages of sequence {seq.seq_id}, "
                           f"or it is of another arena")

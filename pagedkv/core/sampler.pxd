@@ -37,4 +37,7 @@ cdef class Sampler:
     cdef Scratch *scratch   # [n_threads]
     cdef readonly int64_t vocab_size
     cdef readonly int n_threads
+    cdef int32_t drawing    # one call at a time has the scratch
+    cdef int sample_alone(self, logits, states, rows) except -1
+    cdef list score_alone(self, logits, rows, targets, int64_t n_logprobs)
     cdef int open(self, logits, Py_buffer *view) except -1

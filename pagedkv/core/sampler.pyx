@@ -22,6 +22,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from pagedkv.core._kernels cimport ThreadPool, claim, float_enter, float_leave, kern, log_double, pool_run
+from pagedkv.core.exclusive cimport give_back, take
 from pagedkv.core.sampling_state cimport ROW_BANNED, ROW_NOT_FINITE, ROW_OK, Row, SamplingState, allocate
 
 cdef extern from "<float.h>":
@@ -324,7 +325,8 @@ def philox4x32(counter, key):
 
 @cython.final
 cdef class Sampler:
-    """Draws one token for each of many rows in one call without the GIL. Holds the work space, so one call at a time.
+    """Draws one token for each of many rows in one call without the GIL. Holds the work space, so one call at a time: a
+    second one, of another thread, is refused with RuntimeError.
 
     pool: a ThreadPool to share rows among (at most 8 of its threads), None: the caller alone. Which thread draws a row
     never changes it. Reserves 40 bytes per vocabulary entry and thread. Raises ValueError for a bad size, MemoryError.
@@ -376,12 +378,21 @@ cdef class Sampler:
         """Draw a token for each state from its row of logits; results are left in the states (see SamplingState).
 
         logits: float32 [m, n >= vocab_size], C order, not changed; columns behind vocab_size are not read.
-        states: SamplingStates, each at most once; rows: the row of each, repeats allowed. Releases the GIL.
+        states: SamplingStates, each at most once; rows: the row of each, repeats allowed. Releases the GIL. RuntimeError,
+        with nothing drawn, when the sampler or a state is in use already.
         """
+        if not take(&self.drawing):
+            raise RuntimeError("sample: the sampler is in use, in another thread")
+        try:
+            self.sample_alone(logits, list(states), rows)
+        finally:
+            give_back(&self.drawing)
+
+    cdef int sample_alone(self, logits, states, rows) except -1:
         cdef Py_buffer view
         cdef Row **todo
         cdef const float **sources
-        cdef int64_t n = len(states), i, row
+        cdef int64_t n = len(states), n_taken = 0, i, row
         cdef SampleJob job
         cdef uint64_t mode
         if len(rows) != n:
@@ -400,6 +411,10 @@ cdef class Sampler:
                     raise ValueError(f"states must be made for vocab_size {self.vocab_size}")
                 todo[i] = &(<SamplingState>states[i]).row
                 sources[i] = <const float *>view.buf + row * view.shape[1]
+            for i in range(n):
+                if not take(&(<SamplingState>states[i]).in_use):
+                    raise RuntimeError(f"sample: states entry {i} is in use, in another thread or twice in this call")
+                n_taken += 1
             job.rows, job.logits, job.scratch, job.n_threads = todo, sources, self.scratch, self.n_threads
             job.n_rows, job.vocab_size, job.next_row = n, self.vocab_size, 0
             with nogil:
@@ -408,13 +423,25 @@ cdef class Sampler:
                     sample_rows(&job, 0, 1)
                     float_leave(mode)
         finally:
+            for i in range(n_taken):
+                give_back(&(<SamplingState>states[i]).in_use)
             free(todo)
             free(sources)
             PyBuffer_Release(&view)
+        return 0
 
     def score(self, logits, rows, targets, int64_t n_logprobs):
         """What each target token's raw logits say: a list of (logprob, rank, [(id, logprob) of the n_logprobs best]),
-        or None for a row that holds NaN or +inf and for a target at -inf. Arguments as in sample(); releases the GIL row by row."""
+        or None for a row that holds NaN or +inf and for a target at -inf. Arguments as in sample(); releases the GIL row by row.
+        RuntimeError when the sampler is in use already."""
+        if not take(&self.drawing):
+            raise RuntimeError("score: the sampler is in use, in another thread")
+        try:
+            return self.score_alone(logits, rows, targets, n_logprobs)
+        finally:
+            give_back(&self.drawing)
+
+    cdef list score_alone(self, logits, rows, targets, int64_t n_logprobs):
         cdef Py_buffer view
         cdef SamplingState state = SamplingState(self.vocab_size, logprobs=n_logprobs)
         cdef const float *x

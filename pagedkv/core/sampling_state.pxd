@@ -40,6 +40,8 @@ cdef class SamplingState:
     cdef dict slots
     cdef Py_buffer mask_view  # of what set_mask() was given; buf NULL: nothing
     cdef readonly int64_t vocab_size
+    cdef int32_t in_use       # by one call at a time: a draw, accept or set_mask
+    cdef int enter(self, str call) except -1
     cdef void drop_mask(self) noexcept
     cdef int count(self, int32_t token, int32_t times) except -1
 

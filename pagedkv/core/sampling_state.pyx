@@ -8,6 +8,8 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 
+from pagedkv.core.exclusive cimport give_back, take
+
 
 cdef void *allocate(int64_t n_bytes) except NULL:
     cdef void *memory = calloc(max(n_bytes, 1), 1)
@@ -38,7 +40,8 @@ cdef class SamplingState:
     It advances only by accept(), so batching, waiting and recomputing cannot disturb it. After Sampler.sample():
     `ok` (False: nothing
     could be drawn; `error` says why), `token`, `logprob` (float32 value under the raw logits), and if logprobs
-    is not None `rank` (from 1) and `top` (best tokens as (id, logprob), best first).
+    is not None `rank` (from 1) and `top` (best tokens as (id, logprob), best first). Calls of two threads at once are
+    refused with RuntimeError.
 
     stop_ids are banned while fewer than min_tokens tokens are accepted. Penalties count prompt_ids and accepted tokens.
     allowed_token_ids: nothing else is ever drawn, None: no limit. set_mask() limits the next draws further.
@@ -95,6 +98,12 @@ cdef class SamplingState:
         free(self.row.top_ids)
         free(self.row.top_logprobs)
 
+    cdef int enter(self, str call) except -1:
+        """Have the state alone, until it is given back."""
+        if not take(&self.in_use):
+            raise RuntimeError(f"{call}: the state is in use, in another thread")
+        return 0
+
     cdef void drop_mask(self) noexcept:
         self.row.mask = NULL
         if self.mask_view.buf != NULL:
@@ -133,9 +142,13 @@ cdef class SamplingState:
         """Take `token` as the output's next: the random stream moves on and penalties count it."""
         if not 0 <= token < self.vocab_size:
             raise ValueError(f"token must be in [0, {self.vocab_size}), not {token}")
-        if self.slots is not None:
-            self.count(token, 1)
-        self.row.position += 1
+        self.enter("accept")
+        try:
+            if self.slots is not None:
+                self.count(token, 1)
+            self.row.position += 1
+        finally:
+            give_back(&self.in_use)
 
     def set_mask(self, mask):
         """Let the next draws take only tokens whose bit is set, until the next call; None: any token.
@@ -146,15 +159,23 @@ cdef class SamplingState:
         cdef Py_buffer view
         cdef int64_t n_words = mask_words(self.vocab_size)
         if mask is None:
+            self.enter("set_mask")
             self.drop_mask()
+            give_back(&self.in_use)
             return
         PyObject_GetBuffer(mask, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT)
         if view.ndim != 1 or view.format != b"I" or view.itemsize != 4 or view.shape[0] < n_words:
             PyBuffer_Release(&view)
             raise ValueError(f"mask must be uint32 [n >= {n_words}], a bit for each of {self.vocab_size} tokens")
+        try:
+            self.enter("set_mask")
+        except RuntimeError:
+            PyBuffer_Release(&view)
+            raise
         self.drop_mask()
         self.mask_view = view
         self.row.mask = <const uint32_t *>self.mask_view.buf
+        give_back(&self.in_use)
 
     @property
     def position(self):

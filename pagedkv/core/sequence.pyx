@@ -404,8 +404,8 @@ cdef class Sequence:
     """The page table of one sequence. Made by Arena.sequence; freed when it dies.
 
     Methods may be called from any thread; they hold the arena's lock for a number of steps at most proportional to the
-    pages named, and keep the GIL, except write_page, which copies a page without either. Every method but free and
-    is_valid raises Tampered once the arena is closed or poisoned.
+    pages named, and keep the GIL, except write_page, which copies a page without either. Without a GIL, those on one
+    sequence take turns. Every method but free and is_valid raises Tampered once the arena is closed or poisoned.
     """
 
     def __init__(self, Arena arena not None, seq_id=0, max_pages=64):
@@ -471,16 +471,18 @@ cdef class Sequence:
     @property
     def page_table(self):
         """The page indices, first page first, as a list."""
-        cdef int64_t k
-        cdef int64_t n = pkv_seq_n_pages(self.ptr)
-        if n < 0:
-            raise self.refuse(n, "")
-        return [self.ptr.page_indices[k] for k in range(n)]
+        cdef int64_t k, n
+        with cython.critical_section(self):
+            n = pkv_seq_n_pages(self.ptr)
+            if n < 0:
+                raise self.refuse(n, "")
+            return [self.ptr.page_indices[k] for k in range(n)]
 
     def is_valid(self):
         """Level 1 check of the sequence and its arena. Never raises."""
         return pkv_seq_is_valid(self.ptr) == 1
 
+    @cython.critical_section
     def append_page(self):
         """Take a page and put it at the end of the table; returns its index. Its bytes are not cleared.
 
@@ -492,6 +494,7 @@ cdef class Sequence:
             raise self.refuse(code, "one more page" if code == -PKV_SEQ_FULL else "")
         return code
 
+    @cython.critical_section
     def append_pages(self, n):
         """Append n pages, all or none; returns the list of their indices. Raises as append_page, BadInput for n < 0."""
         cdef int64_t k, code, count, stop
@@ -500,9 +503,10 @@ cdef class Sequence:
         code = pkv_seq_append_pages(self.ptr, count)
         if code < 0:
             raise self.refuse(code, f"append_pages: {n} pages" if code != -PKV_POOL_EXHAUSTED else "")
-        stop = self.ptr.n_pages_used  # less than count when a thread without the GIL cut the table short meanwhile
+        stop = self.ptr.n_pages_used  # less than count when another thread cut the table short from C meanwhile
         return [self.ptr.page_indices[k] for k in range(max(stop - count, <int64_t>0), stop)]
 
+    @cython.critical_section
     def share_page(self, i):
         """Put page i, held by some sequence, at the end of this table too; returns i. Its refcount rises by one.
 
@@ -516,6 +520,7 @@ cdef class Sequence:
             raise self.refuse(code, "one more page" if code == -PKV_SEQ_FULL else f"page index {i} {flaw(self, code)}")
         return code
 
+    @cython.critical_section
     def share_pages(self, pages):
         """Share each page of an iterable of indices, in order, all or none. Raises as share_page."""
         cdef list wanted = [integer("page index", i) for i in pages]
@@ -562,6 +567,7 @@ cdef class Sequence:
                               if code == -PKV_BAD_INPUT else "")
         return code
 
+    @cython.critical_section
     def truncate_pages(self, n):
         """Keep the first n pages. The last page is dropped first and the first to be reused. BadInput when n is not in
         [0, n_pages].
@@ -572,6 +578,7 @@ cdef class Sequence:
         if code:
             raise self.refuse(code, f"truncate_pages: {n} is outside [0, {pkv_seq_n_pages(self.ptr)}]")
 
+    @cython.critical_section
     def free(self):
         """Drop all pages; the sequence is empty and usable again. Idempotent, and silent after the arena was closed."""
         cdef int64_t code = pkv_seq_free(self.ptr)

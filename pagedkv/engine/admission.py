@@ -2,6 +2,7 @@
 
 import itertools
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
@@ -29,7 +30,7 @@ class QueueFull(RuntimeError):
 
 
 class Admission:
-    """Makes requests of one engine. Changes nothing and takes no lock: any thread, also during a step."""
+    """Makes requests of one engine. Changes nothing and waits for no step: any thread, also during one."""
 
     def __init__(self, model: Any, kv: Any, max_model_len: int) -> None:
         self.model = model
@@ -38,6 +39,7 @@ class Admission:
         self.mask_workers = MaskWorkers()
         self.grammars = Grammars(model)
         self._arrivals = itertools.count()
+        self.lock = threading.Lock()  # held for a moment, to number a request
 
     def request(
         self,
@@ -71,7 +73,7 @@ class Admission:
             salt=salt,
             final_only=final_only,
             sink=sink,
-            arrival=next(self._arrivals),
+            arrival=self._arrival(),
             **queued,
         )
         request.branches = self._branches(request)
@@ -91,7 +93,7 @@ class Admission:
         text, ids, _ = self._parts_of(prompt)
         self.refuse_unfit(len(ids), 1)
         request = EmbeddingRequest(
-            text, ids, self.model.forward.hidden_size, sink=sink, arrival=next(self._arrivals), **queued
+            text, ids, self.model.forward.hidden_size, sink=sink, arrival=self._arrival(), **queued
         )
         nothing = OutputText(StreamDecoder(self.model.tokenizer, True), ())
         request.branches = [Branch(request, 0, None, nothing)]
@@ -116,6 +118,10 @@ class Admission:
         if not isinstance(salt, str):
             raise refuse("cache_salt", salt, "a text")
         return text, ids, salt
+
+    def _arrival(self) -> int:
+        with self.lock:  # a number for each, without a GIL too
+            return next(self._arrivals)
 
     def _add_masks(self, request: Request) -> None:
         hook, structured = request.params.logits_mask, request.params.structured_outputs

@@ -77,6 +77,7 @@ class LLMEngine:
         self._turn = threading.RLock()  # held by one who waits for the lock, so that the next step waits for him
         self._lock = threading.RLock()  # held during a step, and for whatever must not see half of one
         self.intake.lock = threading.Lock()
+        self.admission.lock = threading.Lock()
 
     def _in_turn(self) -> contextlib.AbstractContextManager[Any]:
         """What a thread enters before it takes the lock, so that a thread that steps without pause cannot starve it."""
@@ -88,9 +89,11 @@ class LLMEngine:
         with self._in_turn():
             self._lock.acquire()
         self.intake.lock.acquire()
+        self.admission.lock.acquire()
 
     def after_fork_in_parent(self) -> None:
         """Go on."""
+        self.admission.lock.release()
         self.intake.lock.release()
         self._lock.release()
 
