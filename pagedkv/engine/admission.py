@@ -127,6 +127,14 @@ class Admission:
         hook, structured = request.params.logits_mask, request.params.structured_outputs
         hooks = [] if hook is None else [hook]
         grammars: list[Any] = [] if structured is None else self.grammars.masks(structured, len(request.branches))
+        allowed = request.params.allowed_token_ids
+        if structured is not None and allowed is not None:
+            first = grammars[0].allowed([])
+            if not any(first[token // 32] >> (token % 32) & 1 for token in allowed):
+                kind = structured.kind
+                raise refuse(
+                    "allowed_token_ids", allowed, f"ids with one that structured_outputs.{kind} can begin with"
+                )
         for branch in request.branches if hooks or grammars else ():
             sources = [*hooks, *grammars[branch.index : branch.index + 1]]
             branch.mask = OutputMask(self.mask_workers, sources, self.model.forward.vocab_size)

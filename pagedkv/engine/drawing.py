@@ -76,7 +76,7 @@ class Drawing:
             return
         state, request = branch.state, branch.request
         if not state.ok:
-            branch.finish("error", state.error if branch.mask is None else branch.mask.error or state.error)
+            branch.finish("error", state.error if branch.mask is None else branch.mask.explained(state.error))
             return
         token = state.token
         branch.tokens.append(token)

@@ -9,9 +9,10 @@ from . import forks
 from .checks import shown
 from .outputs import FinishReason
 from .params import LogitsMask
-from .structured import GrammarMask
+from .structured import FIELD, GrammarMask
 
 N_THREADS = 4
+ALL_BANNED = "every token is banned"  # as SamplingState says it
 
 
 class MaskWorkers:
@@ -94,6 +95,12 @@ class OutputMask:
             return self.future.result()
         self.error = f"{type(failure).__name__}: {failure}"
         return np.zeros(self._n_words, np.uint32)
+
+    def explained(self, error: str) -> str:
+        """Why no token could be drawn, where sampling says `error`."""
+        if self.error is None and error == ALL_BANNED and any(isinstance(each, GrammarMask) for each in self._sources):
+            return f"{FIELD}: no token that can come next is among those the other parameters allow"
+        return self.error or error
 
     @property
     def _n_words(self) -> int:

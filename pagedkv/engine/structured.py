@@ -16,7 +16,7 @@ from .checks import check_bool, refuse, shown
 
 FIELD = "structured_outputs"  # begins every message about one, also amid an output
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-MAX_TEXT = 1 << 20  # characters of a schema, an expression or a grammar
+MAX_TEXT = 1 << 17  # characters of a schema, an expression or a grammar: the worst take seconds to compile
 WHITESPACE = r"[ \t\n\r]{1,20}"  # bounded, so that no model can go on in blanks for ever
 EXTRA = "structured outputs need the llguidance library: pip install 'pagedkv[structured]'"
 
@@ -154,18 +154,18 @@ class Grammars:
         self._tokenizer: Any = None
 
     def masks(self, params: StructuredOutputsParams, n: int) -> list[GrammarMask]:
-        """A mask for each of n outputs. Raises ValueError for what cannot be followed, and without the library."""
+        """A mask for each of n outputs; compiles once, without the GIL. Raises ValueError for what cannot be followed,
+        and without the library."""
         library = _library()
         tokenizer = self.tokenizer()
         try:
             grammar = _grammar(library, params)
             limits = library.LLParserLimits(verbose_errors=False)
-            found = []
-            for _ in range(n):
-                matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-                if matcher.is_error():
-                    raise ValueError(matcher.get_error())
-                found.append(GrammarMask(matcher, -(-tokenizer.vocab_size // 32)))
+            matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
+            copies = [matcher.deep_copy() for _ in range(n - 1)]
+            found = [GrammarMask(each, -(-tokenizer.vocab_size // 32)) for each in (matcher, *copies)]
         except (ValueError, RuntimeError) as error:
             why = _one_line(str(error))
             raise ValueError(f"structured_outputs.{params.kind} cannot be followed: {why}") from None

@@ -303,6 +303,35 @@ def test_guesses_do_not_change_a_structured_output():
     assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in guessed]
 
 
+# Beside allowed ids
+
+
+A, B, C = 1 + ord("a"), 1 + ord("b"), 1 + ord("c")
+
+
+def test_allowed_ids_and_a_form_are_both_followed():
+    output = generate({"regex": "[a-c]{9}"}, allowed_token_ids=[0, B, C, 1 + ord("z")])
+    assert output.finish_reason == "stop" and set(output.text) <= {"b", "c"} and len(output.text) == 9
+
+
+@pytest.mark.parametrize("allowed", [[B], [0], [0, B, VOCAB - 1]])
+def test_allowed_ids_that_the_form_cannot_begin_with_are_refused(allowed):
+    with pytest.raises(ValueError) as caught:
+        generate({"regex": "a[bc]"}, allowed_token_ids=allowed)
+    told = "allowed_token_ids must be ids with one that structured_outputs.regex can begin with, not ("
+    assert str(caught.value).startswith(told)
+
+
+def test_allowed_ids_that_the_form_cannot_go_on_with_end_the_output():
+    """What can be known only behind the tokens drawn: an error that names the field, for this output alone."""
+    output = generate({"regex": "a[bc]"}, allowed_token_ids=[A], n=2)
+    assert (output.token_ids, output.text, output.finish_reason) == ([A], "a", "error")
+    assert output.stop_reason == (
+        "structured_outputs: no token that can come next is among those the other parameters allow"
+    )
+    assert generate({"regex": "a"}, allowed_token_ids=[A]).finish_reason == "stop"
+
+
 # Refusals and faults
 
 
@@ -322,12 +351,12 @@ def test_guesses_do_not_change_a_structured_output():
         {"regex": ""},
         {"regex": 5},
         {"regex": "\ud800"},
-        {"regex": "a" * ((1 << 20) + 1)},
+        {"regex": "a" * ((1 << 17) + 1)},
         {"choice": []},
         {"choice": "abc"},
         {"choice": ["a", ""]},
         {"choice": ["a", 3]},
-        {"choice": ["a" * (1 << 19)] * 3},
+        {"choice": ["a" * (1 << 16)] * 3},
         {"grammar": b"x"},
         {"json_object": 1},
         {"json_object": True, "disable_any_whitespace": None},
