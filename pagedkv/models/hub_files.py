@@ -16,7 +16,7 @@ from pagedkv.models.safetensors import read_json
 
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _COMMIT = re.compile(r"[\w.-]{1,200}")
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 _MAX_NAME = 1000
 
 

@@ -36,8 +36,8 @@ STRINGS = [
     b"", b" ", b"  ", b"a", b"ab", "▁".encode(), "▁▁".encode(), "▁a".encode(),
     "Ġ".encode(), b"<0x41>", b"<0xFF>", b"<0xZZ>", b"<s>", b"<unk>", b"<|im_end|>", b"\xff", b"\xe2\x96", b"\x81",
     b"\0", "é☕\U0001f600".encode(), b"x" * 513, b"a b", b"a b c", b"llama", b"gpt2", b"gemma3", b"qwen3", b"phi3",
-    b"qwen2", b"smollm", b"tekken", b"gpt-4o", b"llama-bpe", b"default", b"bert", b"linear", b"yarn", b"longrope",
-    b"none",
+    b"qwen2", b"qwen3moe", b"smollm", b"tekken", b"gpt-4o", b"llama-bpe", b"default", b"bert", b"linear",
+    b"yarn", b"longrope", b"none",
 ]  # fmt: skip
 KEYS = [
     b"general.architecture", b"general.alignment", b"general.name", b"split.count", b"split.no",
@@ -47,11 +47,14 @@ KEYS = [
     b"tokenizer.ggml.add_bos_token", b"tokenizer.ggml.add_eos_token", b"tokenizer.ggml.add_space_prefix",
     b"llama.attention.sliding_window", b"llama.rope.scaling.type", b"llama.expert_count",
     b"llama.attention.key_length", b"llama.rope.scaling.factor", b"llama.feed_forward_length",
-    b"llama.rope.dimension_count",
+    b"llama.rope.dimension_count", b"llama.expert_used_count", b"llama.expert_gating_func",
+    b"llama.expert_weights_norm", b"llama.expert_shared_count", b"qwen3moe.expert_count", b"qwen3moe.expert_used_count",
+    b"qwen3moe.expert_weights_norm", b"qwen3moe.expert_feed_forward_length",
 ]  # fmt: skip
 NAMES = [
     b"token_embd.weight", b"output.weight", b"output_norm.weight", b"rope_freqs.weight", b"blk.0.attn_q.weight",
-    b"blk.1.x", b"",
+    b"blk.1.x", b"", b"blk.0.ffn_gate_inp.weight", b"blk.0.ffn_gate_exps.weight", b"blk.0.ffn_down_exps.weight",
+    b"blk.0.ffn_up.1.weight", b"blk.0.ffn_gate.4294967296.weight", b"blk.0.ffn_down.weight",
 ]  # fmt: skip
 
 

@@ -16,6 +16,8 @@ VALUES = [
 class Mutator:
     """Changes JSON texts, drawing from one generator."""
 
+    values = tuple(VALUES)
+
     def __init__(self, rng: random.Random):
         self.rng = rng
 
@@ -49,12 +51,12 @@ class Mutator:
         tree = copy.deepcopy(tree)
         place, key = self.pick(tree)
         if place is None:
-            return self.rng.choice(VALUES)
+            return self.rng.choice(self.values)
         match self.rng.randrange(5):
             case 0:
                 del place[key]
             case 1 if isinstance(place, list):
-                place.insert(key, copy.deepcopy(self.rng.choice([place[key], self.rng.choice(VALUES)])))
+                place.insert(key, copy.deepcopy(self.rng.choice([place[key], self.rng.choice(self.values)])))
             case 1:
                 place[self.rng.choice(["a", "type", "content", "", "▁a", str(key) + "x"])] = place[key]
             case 2:
@@ -63,7 +65,7 @@ class Mutator:
             case 3 if type(place[key]) is int:
                 place[key] = self.rng.choice([0, 1, -1, 5, place[key] + 1, 2**20, 2**21, 2**31, 2**32, 2**40, 2**64])
             case _:
-                place[key] = copy.deepcopy(self.rng.choice(VALUES))
+                place[key] = copy.deepcopy(self.rng.choice(self.values))
         return tree
 
     def pick(self, tree):
@@ -76,3 +78,18 @@ class Mutator:
                 break
             tree = tree[key]
         return found
+
+
+class HubMutator(Mutator):
+    """With what a hostile hub would say."""
+
+    values = (
+        *VALUES[:16], "../../secret", "/etc/passwd", "a/../../../secret.gguf", "..", ".", "./m.gguf", "m.gguf",
+        "m.gguf/", "a//m.gguf", "x/m.gguf", "m.gguf/n.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf",
+        "b-00001-of-99999.gguf", "b-00000-of-00000.gguf", "config.json", "model.safetensors",
+        "model.safetensors.index.json", "tokenizer.json", "c:\\m.gguf", "a\nb.gguf", "\x1b[2J.gguf", "\ud800.gguf",
+        "\u202em.gguf", "n" * 300 + ".gguf", "=", "a" * 40, "A" * 64, "f" * 64, "../" * 9 + "tmp/x", 3, 1 << 70,
+        "hf:owner/one", "hf:owner/one@main/m.gguf", "hf:../..", "hf:a--b/c", "hf:./.", "hf:owner/one/config.json",
+        "hf:owner/../m.gguf", "hf:owner/one@../m.gguf", {"text": "abc", "cut": 1}, {"text": "abcdef", "cut": 3},
+        '{"weight_map": {"a": "../x"}}', '{"weight_map": {"a": "model-1.safetensors"}}', '{"weight_map": {"a": "x/y"}}',
+    )  # fmt: skip

@@ -33,7 +33,8 @@ def mutators(target: str):
     import document
     import json_document
 
-    return {"gguf": document.Mutator, "tokenizer_json": json_document.Mutator}[target]
+    found = {"gguf": document.Mutator, "tokenizer_json": json_document.Mutator, "hub": json_document.HubMutator}
+    return found[target]
 
 
 def plain(target: str, runs: int, seed: int, keep: Path | None = None, finds: Path | None = None) -> dict[str, int]:
@@ -108,7 +109,7 @@ def guided(target: str, runs: int, seed: int, keep: Path | None, finds: Path) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", choices=["gguf", "tokenizer_json"])
+    parser.add_argument("target", choices=["gguf", "tokenizer_json", "hub"])
     parser.add_argument("--engine", choices=["plain", "atheris"], default="plain")
     parser.add_argument("--runs", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=1)

@@ -54,7 +54,24 @@ def tokenizer_json(raw: bytes) -> str:
         return _refused(lambda: _use(Tokenizer.from_directory(Path(directory))))
 
 
-TARGETS = {"gguf": gguf, "tokenizer_json": tokenizer_json}
+def hub(raw: bytes) -> str:
+    """Pull from a hub that is this document, twice; see fake_hub. Returns the outcomes."""
+    import fake_hub
+
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError):
+        return "no document"
+    if not isinstance(document, dict):
+        return "no document"
+    with tempfile.TemporaryDirectory(dir=_memory()) as directory:
+        outcomes, wrong = fake_hub.pulls(document, Path(directory), _refused)
+    if wrong:
+        raise Fault(wrong)
+    return "; ".join(outcomes)
+
+
+TARGETS = {"gguf": gguf, "tokenizer_json": tokenizer_json, "hub": hub}
 
 
 def check(target: str, raw: bytes, traced: bool = False) -> str:

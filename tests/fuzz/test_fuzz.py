@@ -1,5 +1,6 @@
 """A short run of the fuzzer, and what its parts promise. `tests/fuzz/run.py` runs it for longer."""
 
+import contextlib
 import importlib.util
 import os
 import random
@@ -13,14 +14,16 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "models")]
 
 import document  # noqa: E402
+import fake_hub  # noqa: E402
 import gguf_writer as w  # noqa: E402
 import run  # noqa: E402
 import targets  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-TARGETS = ["gguf", "tokenizer_json"]
+TARGETS = ["gguf", "tokenizer_json", "hub"]
 RUNS = int(os.environ.get("PAGEDKV_FUZZ_RUNS", "3000"))
+SLOWER = {"hub": 3}  # inputs that take so much longer
 
 
 def alone(target: str, *arguments: str) -> str:
@@ -43,10 +46,11 @@ def test_kept_inputs(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_seeded_mutations(target, tmp_path):
+    runs = RUNS // SLOWER.get(target, 1)
     said = alone(
-        target, "--runs", str(RUNS), "--seed", os.environ.get("PAGEDKV_TEST_SEED", "1"), "--finds", str(tmp_path)
+        target, "--runs", str(runs), "--seed", os.environ.get("PAGEDKV_TEST_SEED", "1"), "--finds", str(tmp_path)
     )
-    assert f'"runs": {RUNS}' in said
+    assert f'"runs": {runs}' in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="the seeded mutations above stand in for it")
@@ -118,6 +122,46 @@ class TestBounds:
         monkeypatch.setattr(targets, "CONTROL", 1)
         with pytest.raises(targets.Fault, match="became a control token"):
             targets.gguf(raw)
+
+
+class TestTheWatchOverPulls:
+    """The hub target sees what leaves the model cache, by any of the ways there are."""
+
+    SEED = (run.CORPUS / "hub" / "seed-one").read_bytes()
+
+    @pytest.mark.parametrize(
+        "harm",
+        [
+            lambda root: (root / "x").mkdir(),
+            lambda root: (root / "secret").write_bytes(b"other"),
+            lambda root: (root / "secret").unlink(),
+            lambda root: os.rename(root / "secret", root / "home" / "secret"),
+            lambda root: os.link(root / "secret", root / "home" / "hub" / "x"),
+            lambda root: os.symlink(root / "secret", root / "home" / "hub" / "x"),
+            lambda root: (root / "home" / "x").write_bytes(b""),
+            lambda root: os.truncate(root / "secret", 0),
+        ],
+    )  # fmt: skip
+    def test_harm(self, monkeypatch, harm):
+        pull = fake_hub.hub.pull
+
+        def bad(name, home, *arguments):
+            path = pull(name, home, *arguments)
+            with contextlib.suppress(PermissionError):
+                harm(home.parent)
+            return path
+
+        monkeypatch.setattr(fake_hub.hub, "pull", bad)
+        with pytest.raises(targets.Fault):
+            targets.hub(self.SEED)
+
+    def test_no_harm(self):
+        assert targets.hub(self.SEED) == "good; good"
+
+    def test_a_path_elsewhere(self, monkeypatch):
+        monkeypatch.setattr(fake_hub.hub, "pull", lambda name, home, *arguments: home.parent / "secret")
+        with pytest.raises(targets.Fault, match="returned"):
+            targets.hub(self.SEED)
 
 
 def test_a_file_may_lie_about_kinds():
