@@ -10,8 +10,8 @@ chosen at run time.
 """
 
 import os
-import platform
 import sys
+import sysconfig
 from itertools import takewhile
 from pathlib import Path
 
@@ -33,7 +33,8 @@ HOT_SOURCES = ["arena.c", "pages.c", "prefix.c", "sequence.c"]
 # Contraction would fuse a*b+c behind the specification's back; -fno-math-errno lets sqrtf be one instruction.
 STRICT_FLAGS = ["-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
-machine = os.environ.get("PAGEDKV_TARGET", platform.machine()).lower()
+# What the interpreter is built for, which a cross build says otherwise than the machine.
+machine = sysconfig.get_platform().rpartition("-")[2]
 isa_flags = (
     X86_ISA_FLAGS if machine in ("x86_64", "amd64") else ARM_ISA_FLAGS if machine in ("aarch64", "arm64") else {}
 )
@@ -106,7 +107,6 @@ def require_c_compiler():
     """Exit with one line that says what is missing, before setuptools fails in the middle of a build."""
     import shlex
     import shutil
-    import sysconfig
 
     command = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
     if not shutil.which(command):

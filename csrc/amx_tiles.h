@@ -13,8 +13,16 @@
 
 static _Thread_local int tiles_configured;
 
-static inline void tiles_configure(void) { tiles_configured = 1; }
-static inline void tiles_release(void) { tiles_configured = 0; }
+/* As strict as the processor and more: tiles of another thread, or left configured by an earlier call, end the process. */
+static inline void tiles_set(int configured)
+{
+    if (tiles_configured == configured)
+        abort();
+    tiles_configured = configured;
+}
+
+static inline void tiles_configure(void) { tiles_set(1); }
+static inline void tiles_release(void) { tiles_set(0); }
 
 static inline void tiles_multiply(int set, int32_t *c, const int8_t *a, const int8_t *b)
 {

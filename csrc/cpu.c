@@ -51,11 +51,18 @@ static int tiles_permitted(void)
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 
+/* features without those that Linux refuses: asks only for what the processor has */
+static uint64_t permitted(uint64_t features)
+{
+    if ((features & PKV_FEATURE_AMX_INT8) && !tiles_permitted())
+        features &= ~(uint64_t)PKV_FEATURE_AMX_INT8;
+    return features;
+}
+
 uint64_t pkv_cpu_features(void)
 {
     pkv_x86_registers r = {0};
     uint32_t a, b, c, d;
-    uint64_t features;
     __cpuid(0, r.max_leaf, b, c, d);
     __cpuid(1, a, b, r.leaf1_ecx, d);
     if (r.max_leaf >= 7)
@@ -65,10 +72,7 @@ uint64_t pkv_cpu_features(void)
         __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
         r.xcr0 = (uint64_t)high << 32 | low;
     }
-    features = pkv_features_x86(&r);
-    if ((features & PKV_FEATURE_AMX_INT8) && !tiles_permitted())
-        features &= ~(uint64_t)PKV_FEATURE_AMX_INT8;
-    return features;
+    return permitted(pkv_features_x86(&r));
 }
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
