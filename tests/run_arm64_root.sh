@@ -24,6 +24,7 @@ if [ ! -e "$root/usr/bin/python3.11" ]; then
         dpkg-deb --fsys-tarfile "$package" | tar x -C "$root" --keep-directory-symlink
     done
 fi
+[ ! -L "$root/proc" ] || { rm "$root/proc" && mkdir "$root/proc"; } # in a container debootstrap leaves a link to itself
 binfmt=/proc/sys/fs/binfmt_misc
 [ -e $binfmt/register ] || mount -t binfmt_misc none $binfmt
 [ -e $binfmt/qemu-aarch64 ] || cat /usr/lib/binfmt.d/qemu-aarch64.conf >$binfmt/register
