@@ -5,9 +5,14 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parent.parent))  # the checkout, built in place, where pagedkv is not installed
 
 from pagedkv.commands.doctor import cpu_name
 from pagedkv.version import build, commit, version
@@ -26,8 +31,10 @@ def machine() -> dict[str, Any]:
         "isa": isa(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
+        "numpy": np.__version__,
         "pagedkv": version(),
         "commit": commit(),
+        "build_commit": made["commit"],
         "compiler": made["compiler"],
         "flags": made["flags"],
     }

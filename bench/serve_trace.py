@@ -251,9 +251,10 @@ def main() -> None:
         vocabulary = [i for i in range(llm.tokenizer.vocab_size) if i not in special]
         threads = llm.engine.stats()["threads"]
     head = {"bench": "serve_trace", "model": Path(options.model).name, "seed": options.seed, "clock": clock}
-    rows = [head | PARTS[part](open_llm, vocabulary, options) for part in parts]
-    path = results.write("serve_trace", rows, threads=threads, directory=options.results)
-    print(f"written to {path.name}")
+    for part in parts:  # each is kept as soon as it is measured
+        row = head | PARTS[part](open_llm, vocabulary, options)
+        path = results.write("serve_trace", [row], threads=threads, directory=options.results)
+        print(f"written to {path.name}", flush=True)
 
 
 if __name__ == "__main__":

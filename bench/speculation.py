@@ -153,14 +153,12 @@ def main() -> None:
     with LLM(options.model, **settings) as plain, LLM(options.model, speculative_config=config, **settings) as guessing:
         answer(plain, list(QUESTIONS[:1]), WORKLOADS[1], clock)
         answer(guessing, list(QUESTIONS[:1]), WORKLOADS[1], clock)
-        rows = [
-            head | measure(plain, guessing, work, options.rounds, clock)
-            for work in WORKLOADS
-            if not options.only or work.name.startswith(options.only)
-        ]
         used = plain.engine.stats()["threads"]
-    path = results.write("speculation", rows, threads=used, directory=options.results)
-    print(f"written to {path.name}")
+        for work in WORKLOADS:
+            if not options.only or work.name.startswith(options.only):
+                row = head | measure(plain, guessing, work, options.rounds, clock)
+                path = results.write("speculation", [row], threads=used, directory=options.results)
+                print(f"written to {path.name}", flush=True)
 
 
 if __name__ == "__main__":

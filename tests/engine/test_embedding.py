@@ -357,7 +357,7 @@ def test_cancelling_between_steps_returns_the_pages(how, n_steps):
     assert found[0].outputs.finish_reason == ("abort" if alive else "stop")
 
 
-@pytest.mark.parametrize("n_steps", range(6))
+@pytest.mark.parametrize("n_steps", range(7))
 def test_cancelling_the_task_amid_a_step_returns_the_pages(n_steps):
     """Also in the last step, and before the first: the step ends, and the pages are back before the next one."""
 
