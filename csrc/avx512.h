@@ -7,6 +7,7 @@
 pkv_gemm_fn pkv_gemm_f32_avx512, pkv_gemm_f16_avx512, pkv_gemm_bf16_avx512;
 void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
                          int32_t *restrict half, const float *restrict x, int64_t n);
+void pkv_quant_column_avx512(const pkv_act *restrict a, int64_t block, int64_t token0, int64_t n_tokens);
 void pkv_quant_i12_avx512(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum,
                           int32_t *restrict half, const float *restrict x, int64_t n);
 pkv_kv_write_fn pkv_kv_write_f32_avx512, pkv_kv_write_f16_avx512, pkv_kv_write_int8_avx512;
@@ -28,6 +29,7 @@ int64_t pkv_argmax_avx512(const float *restrict x, int64_t n);
 /* The part of a kernel table that follows gemm. */
 #define PKV_AVX512_AFTER_GEMM                                                                      \
     .quant_i8 = pkv_quant_i8_avx512,                                                               \
+    .quant_column = pkv_quant_column_avx512,                                                       \
     .quant_i12 = pkv_quant_i12_avx512,                                                             \
     .kv_write = {pkv_kv_write_f32_avx512, pkv_kv_write_f16_avx512, pkv_kv_write_int8_avx512},      \
     .kv_read = {pkv_kv_read_f32_avx512, pkv_kv_read_f16_avx512, pkv_kv_read_int8_avx512},          \

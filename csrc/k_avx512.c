@@ -187,23 +187,26 @@ INLINE __m512i magnitude(__m512 x)
 FOLD4(fold4_max, _mm512_max_epu32, _mm256_max_epu32, _mm_max_epu32)
 FOLD4(fold4_add, _mm512_add_epi32, _mm256_add_epi32, _mm_add_epi32)
 
-INLINE void store4(float *p, int64_t n, __m128 x)
+/* The first n of four lanes to places `step` apart. */
+INLINE void store4(float *p, int64_t step, int64_t n, __m128 x)
 {
-    if (n == 4)
+    if (n == 4 && step == 1)
         _mm_storeu_ps(p, x);
     else
-        _mm_mask_storeu_ps(p, (__mmask8)((1u << n) - 1), x);
+        UNROLL for (int i = 0; i < 4; i++)
+            if (i < n)
+                p[i * step] = x[i];
 }
 
-/* Blocks [0, n) of four, n <= 4; the others read as zeros and are not stored. */
+/* Blocks [0, n) of four, n <= 4; the others read as zeros and are not stored. Steps are elements from one block to the next. */
 INLINE void quant_blocks(int64_t n, int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
-                         int32_t *restrict half, const float *restrict x)
+                         int32_t *restrict half, const float *restrict x, int64_t x_step, int64_t q_step, int64_t step)
 {
     __m512 x0[4], x1[4];
     __m512i r[4], low[4];
     UNROLL for (int i = 0; i < 4; i++) {
-        x0[i] = i < n ? _mm512_loadu_ps(x + 32 * i) : _mm512_setzero_ps();
-        x1[i] = i < n ? _mm512_loadu_ps(x + 32 * i + 16) : _mm512_setzero_ps();
+        x0[i] = i < n ? _mm512_loadu_ps(x + i * x_step) : _mm512_setzero_ps();
+        x1[i] = i < n ? _mm512_loadu_ps(x + i * x_step + 16) : _mm512_setzero_ps();
         r[i] = _mm512_max_epu32(magnitude(x0[i]), magnitude(x1[i]));
     }
     __m128i largest = fold4_max(r), sums;
@@ -224,16 +227,16 @@ INLINE void quant_blocks(int64_t n, int8_t *restrict q, float *restrict scale, f
         }
         __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
         bytes = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+        if (i < n)
+            _mm256_storeu_si256((__m256i *)(q + i * q_step), _mm512_castsi512_si256(bytes));
         if (i + 1 < n)
-            _mm512_storeu_si512(q + 32 * i, bytes);
-        else if (i < n)
-            _mm256_storeu_si256((__m256i *)(q + 32 * i), _mm512_castsi512_si256(bytes));
+            _mm256_storeu_si256((__m256i *)(q + (i + 1) * q_step), _mm512_extracti64x4_epi64(bytes, 1));
     }
     sums = fold4_add(r);
-    store4(scale, n, scales);
-    store4((float *)isum, n, _mm_castsi128_ps(sums));
-    store4((float *)half, n, _mm_castsi128_ps(fold4_add(low)));
-    store4(sum, n, _mm_mul_ps(scales, _mm_cvtepi32_ps(sums)));
+    store4(scale, step, n, scales);
+    store4((float *)isum, step, n, _mm_castsi128_ps(sums));
+    store4((float *)half, step, n, _mm_castsi128_ps(fold4_add(low)));
+    store4(sum, step, n, _mm_mul_ps(scales, _mm_cvtepi32_ps(sums)));
 }
 
 void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum,
@@ -241,9 +244,25 @@ void pkv_quant_i8_avx512(int8_t *restrict q, float *restrict scale, float *restr
 {
     int64_t b = 0;
     for (; b + 4 <= n / 32; b += 4)
-        quant_blocks(4, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b);
+        quant_blocks(4, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b, 32, 32, 1);
     if (b < n / 32)
-        quant_blocks(n / 32 - b, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b);
+        quant_blocks(n / 32 - b, q + 32 * b, scale + b, sum + b, isum + b, half + b, x + 32 * b, 32, 32, 1);
+}
+
+void pkv_quant_column_avx512(const pkv_act *restrict a, int64_t block, int64_t token0, int64_t n_tokens)
+{
+    for (int64_t t = token0, n; t < token0 + n_tokens; t += n) {
+        int64_t at = t * a->b_stride + block;
+        int8_t *q = a->q + t * a->q_stride + 32 * block;
+        const float *x = a->x + t * a->x_stride + 32 * block;
+        n = token0 + n_tokens - t < 4 ? token0 + n_tokens - t : 4;
+        if (n == 4)
+            quant_blocks(4, q, a->scale + at, a->sum + at, a->isum + at, a->half + at, x, a->x_stride, a->q_stride, a->b_stride);
+        else if (n == 1)
+            quant_blocks(1, q, a->scale + at, a->sum + at, a->isum + at, a->half + at, x, 0, 0, 0);
+        else
+            quant_blocks(n, q, a->scale + at, a->sum + at, a->isum + at, a->half + at, x, a->x_stride, a->q_stride, a->b_stride);
+    }
 }
 
 void pkv_quant_i12_avx512(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum,

@@ -111,6 +111,16 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
     }
 }
 
+/* Block `block` of rows [token0, token0 + n_tokens). */
+static void quant_column(const pkv_act *restrict a, int64_t block, int64_t token0, int64_t n_tokens)
+{
+    for (int64_t t = token0; t < token0 + n_tokens; t++) {
+        int64_t at = t * a->b_stride + block;
+        quant_i8(a->q + t * a->q_stride + 32 * block, a->scale + at, a->sum + at, a->isum + at, a->half + at,
+                 a->x + t * a->x_stride + 32 * block, 32);
+    }
+}
+
 /* Each value is 16 * q + low. */
 static void quant_i12(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum, int32_t *restrict half,
                       const float *restrict x, int64_t n)
@@ -227,6 +237,7 @@ const pkv_kernels pkv_kernels_neon = {
     .gemm_wide = {gemm_f32, gemm_f16, gemm_bf16, gemm_wide_q4_0, gemm_wide_q4_1, gemm_wide_q8_0, gemm_wide_q5_0, gemm_wide_q5_1,
                   gemm_wide_q2_k, gemm_wide_q3_k, gemm_wide_q4_k, gemm_wide_q5_k, gemm_wide_q6_k},
     .quant_i8 = quant_i8,
+    .quant_column = quant_column,
     .quant_i12 = quant_i12,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},

@@ -361,6 +361,16 @@ static void quant_i8(int8_t *restrict q, float *restrict scale, float *restrict 
     }
 }
 
+/* Block `block` of rows [token0, token0 + n_tokens). */
+static void quant_column(const pkv_act *restrict a, int64_t block, int64_t token0, int64_t n_tokens)
+{
+    for (int64_t t = token0; t < token0 + n_tokens; t++) {
+        int64_t at = t * a->b_stride + block;
+        quant_i8(a->q + t * a->q_stride + 32 * block, a->scale + at, a->sum + at, a->isum + at, a->half + at,
+                 a->x + t * a->x_stride + 32 * block, 32);
+    }
+}
+
 /* q = 16*high + low; the rules for zero, infinity and NaN are those of quantise */
 void pkv_quant_i12_scalar(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum,
                           int32_t *restrict half, const float *restrict x, int64_t n)
@@ -464,6 +474,7 @@ const pkv_kernels pkv_kernels_scalar = {
                   pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar, pkv_gemm_wide_scalar,
                   pkv_gemm_wide_scalar, pkv_gemm_wide_scalar},
     .quant_i8 = quant_i8,
+    .quant_column = quant_column,
     .quant_i12 = pkv_quant_i12_scalar,
     .kv_write = {kv_write_f32, kv_write_f16, kv_write_int8},
     .kv_read = {kv_read_f32, kv_read_f16, kv_read_int8},

@@ -156,6 +156,8 @@ typedef struct pkv_kernels {
     /* int8 quantisation of one row, n a multiple of 32: one scale per 32 values, see pkv_act */
     void (*quant_i8)(int8_t *restrict q, float *restrict scale, float *restrict sum, int32_t *restrict isum, int32_t *restrict half,
                      const float *restrict x, int64_t n);
+    /* the same of block `block` of rows [token0, token0 + n_tokens) of a->x */
+    void (*quant_column)(const pkv_act *restrict a, int64_t block, int64_t token0, int64_t n_tokens);
 
     /* int12 quantisation of one row, n a multiple of 32: one scale per 256 values */
     void (*quant_i12)(int8_t *restrict q, int8_t *restrict low, float *restrict scale, int32_t *restrict isum, int32_t *restrict half,

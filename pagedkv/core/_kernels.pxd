@@ -55,6 +55,7 @@ cdef extern from "pkv_kernels.h" nogil:
         pkv_gemm_fn **gemm_wide
         void (*quant_i8)(signed char *q, float *scale, float *sum, int32_t *isum, int32_t *half, const float *x,
                          int64_t n) noexcept nogil
+        void (*quant_column)(const pkv_act *a, int64_t block, int64_t token0, int64_t n_tokens) noexcept nogil
         void (*quant_i12)(signed char *q, signed char *low, float *scale, int32_t *isum, int32_t *half, const float *x,
                           int64_t n) noexcept nogil
         pkv_kv_write_fn **kv_write

@@ -59,6 +59,17 @@ def quant_i8(str isa, size_t q, size_t scale, size_t sum, size_t isum, size_t ha
         k.quant_i8(<signed char *>q, <float *>scale, <float *>sum, <int32_t *>isum, <int32_t *>half, <const float *>x, n)
 
 
+def quant_column(str isa, size_t q, size_t scale, size_t sum, size_t isum, size_t half, size_t x, int64_t x_stride, int64_t q_stride,
+                 int64_t b_stride, int64_t block, int64_t token0, int64_t n_tokens, int64_t n_calls=1):
+    cdef const pkv_kernels *k = find(isa)
+    cdef pkv_act a
+    cdef int64_t i
+    a.x, a.x_stride, a.q, a.q_stride, a.b_stride = <const float *>x, x_stride, <signed char *>q, q_stride, b_stride
+    a.scale, a.sum, a.isum, a.half = <float *>scale, <float *>sum, <int32_t *>isum, <int32_t *>half
+    for i in range(n_calls):
+        k.quant_column(&a, block, token0, n_tokens)
+
+
 def quant_i12(str isa, size_t q, size_t low, size_t scale, size_t isum, size_t half, size_t x, int64_t n, int64_t n_calls=1):
     cdef const pkv_kernels *k = find(isa)
     cdef int64_t i

@@ -69,6 +69,11 @@ cdef void act_quantise(act_buffer *b, int64_t token, int64_t start, int64_t stop
                   b.act.half + at, b.x + token * b.act.x_stride + start, stop - start)
 
 
+cdef void act_quantise_column(act_buffer *b, int64_t block, int64_t token0, int64_t n_tokens) noexcept nogil:
+    """Quantise block `block`, 32 columns, of tokens [token0, token0 + n_tokens); not for the wide format."""
+    kern.quant_column(&b.act, block, token0, n_tokens)
+
+
 # --- the loop ----------------------------------------------------------------------------------------------------------
 
 cdef int64_t panel_chunk(int64_t n_panels, int n_threads) noexcept nogil:

@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memset
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.attention cimport attention_span, attention_view, kv_tile
-from pagedkv.core.matmul cimport act_buffer, act_quantise, gemm_of, panel_chunk
+from pagedkv.core.matmul cimport act_buffer, act_quantise, act_quantise_column, gemm_of, panel_chunk
 
 
 cdef int64_t row_chunk(const batch *b, int n_threads) noexcept nogil:
@@ -161,8 +161,8 @@ cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, f
                 kern.gelu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
             else:
                 kern.silu_mul(h, scratch + t * UNIT, up + t * UNIT, 16 * panels)
-            if quantised:
-                act_quantise(&b.product, token + t, UNIT * unit, UNIT * (unit + 1))
+        if quantised:  # all rows at once: a row's products are late, and nothing else would run while their maximum waits
+            act_quantise_column(&b.product, unit, token, n)
         token += n
 
 

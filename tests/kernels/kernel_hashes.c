@@ -247,6 +247,23 @@ static void run_quant_i8(const pkv_kernels *k, int variant, sha256 *s)
     }
 }
 
+static void run_quant_column(const pkv_kernels *k, int variant, sha256 *s)
+{
+    (void)variant;
+    for (int c = 0; c < 50; c++, release()) {
+        int64_t n_blocks = 1 + c % 3, token0 = c % 4, n_tokens = 1 + c % 9, n = (token0 + n_tokens) * n_blocks;
+        pkv_act a = {.x = floats(32 * n, c % N_STYLES), .x_stride = 32 * n_blocks, .q_stride = 32 * n_blocks, .b_stride = n_blocks};
+        a.q = buffer(32 * n), a.isum = buffer(4 * n), a.half = buffer(4 * n);
+        a.scale = floats(n, ZERO), a.sum = floats(n, ZERO);
+        k->quant_column(&a, below(n_blocks), token0, n_tokens);
+        sha256_update(s, a.q, 32 * n);
+        sha256_update(s, a.isum, 4 * n);
+        sha256_update(s, a.half, 4 * n);
+        hash_floats(s, a.scale, n);
+        hash_floats(s, a.sum, n);
+    }
+}
+
 static void run_quant_i12(const pkv_kernels *k, int variant, sha256 *s)
 {
     (void)variant;
@@ -490,6 +507,7 @@ static const struct { const char *name; void (*run)(const pkv_kernels *, int, sh
     {"vmax", run_row, VMAX}, {"argmax", run_row, ARGMAX},
     {"common", run_common, 0},
     {"gelu_mul", run_row, GELU_MUL},
+    {"quant_column", run_quant_column, 0},
 };
 
 enum { N_KERNELS = sizeof kernels / sizeof *kernels };

@@ -170,6 +170,21 @@ def test_quant_i8(case, seed, isa):
     check_kernel(case, seed, isa, outputs, lambda name, *out: kernels.quant_i8(name, *out, address(x), 32 * n_blocks))
 
 
+def test_quant_column(case, seed, isa):
+    n_blocks, token0, n_tokens = case.size(1, 6), case.size(0, 3), case.size(1, 11)
+    shape, block = (token0 + n_tokens, n_blocks), case.size(0, n_blocks - 1)
+    x = case.floats(*shape, 32)
+    if case.extreme:
+        x[case.rng.random(shape) < 0.2] *= np.float32(2.0**-100)
+        x[case.rng.random(shape) < 0.2] = 0
+    x_stride, q_stride, b_stride = (width + case.size(0, 40) for width in (32 * n_blocks, 32 * n_blocks, n_blocks))
+    x = case.rows(x.reshape(len(x), -1), x_stride)
+    outputs = [np.zeros((len(x), q_stride), np.int8), *(case.floats(len(x), b_stride) for _ in range(2)),
+               *(np.zeros((len(x), b_stride), np.int32) for _ in range(2))]
+    check_kernel(case, seed, isa, outputs, lambda name, *out: kernels.quant_column(
+        name, *out, address(x), x_stride, q_stride, b_stride, block, token0, n_tokens))
+
+
 def test_quant_i12(case, seed, isa):
     n_blocks = case.size(1, 50)
     x = case.floats(n_blocks, 32)

@@ -197,6 +197,18 @@ def test_quant_i8_of_blocks_without_a_scale(special, scale):
     assert q[0, 40] == 127  # the next block is not touched by it
 
 
+def test_quant_column_is_one_block_of_rows_of_quant_i8(rng):
+    x = rng.standard_normal((5, 96)).astype(F32)
+    whole = quantise(x)
+    parts = [np.full_like(part, 7) for part in whole]
+    kernels.quant_column("scalar", *(address(part) for part in parts), address(x), 96, 96, 3, 1, 2, 3)
+    for part, expected in zip(parts, whole, strict=True):
+        width = part.shape[1] // 3
+        assert np.array_equal(part[2:, width : 2 * width], expected[2:, width : 2 * width])
+        part[2:, width : 2 * width] = 7
+        assert (part == 7).all()  # nothing else was written
+
+
 def test_quant_i12_rounds_to_the_nearest_of_4079_levels(rng):
     x = rng.standard_normal((4, 320)).astype(F32)
     q, low, scale, isum, half = quantise_wide(x)
