@@ -308,7 +308,7 @@ class LLMEngine:
         begun: set[Request] = set()
         try:
             self._draw_late(begun)
-            if not self._requests:
+            if not self.scheduler.has_work:  # a request that came in since is not the scheduler's yet
                 return
             chunks = self.scheduler.schedule()
             self.intake.scheduled()

@@ -95,6 +95,11 @@ class Scheduler:
         self._spare: int | None = None  # cost that may still go beside the decodes, None: any
         self._prefilling = False
 
+    @property
+    def has_work(self) -> bool:
+        """Whether any branch runs or waits."""
+        return bool(self.running or self.waiting)
+
     def add(self, branch: Branch) -> None:
         """Queue a branch at its place in the order."""
         bisect.insort(self.waiting, branch, key=_key)
@@ -141,7 +146,8 @@ class Scheduler:
                 self._advance(branch)
         self._admit()
         if self.speculation is not None:
-            self._speculate(self.speculation, [chunk for chunk in decoding if chunk.branch in self._chunks])
+            # a branch may have been preempted since, and admitted again with another chunk
+            self._speculate(self.speculation, [chunk for chunk in decoding if self._chunks.get(chunk.branch) is chunk])
         return list(self._chunks.values())
 
     def settle(self, chunk: Chunk, n_kept: int) -> None:

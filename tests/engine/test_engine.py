@@ -412,6 +412,22 @@ def test_subscribed_outputs_stay_out_of_step(engine):
     finish(engine)
 
 
+def test_a_request_that_comes_in_amid_a_step_waits_for_the_next(engine, monkeypatch):
+    """From another thread, after the step took in what there was and before it looked for work: this is no full pool."""
+    names = []
+    draw_late = engine._draw_late
+
+    def late(begun):
+        if not names:
+            names.append(engine.add_request([1, 2, 3], SamplingParams(max_tokens=1, ignore_eos=True)))
+        return draw_late(begun)
+
+    monkeypatch.setattr(engine, "_draw_late", late)
+    assert engine.step() == []
+    assert engine.has_unfinished()
+    assert [output.request_id for output in engine.step()] == names
+
+
 def test_step_without_requests(engine):
     assert engine.step() == [] and not engine.has_unfinished()
 

@@ -132,6 +132,7 @@ class Run:
             speculative_config=rng.choice([None, NGRAM]),
         )
         self.engine.scheduler.paced = rng.random() < 0.7
+        schedule, self.engine.scheduler.schedule = self.engine.scheduler.schedule, lambda: self.check_plan(schedule())
         if self.engine.scheduler.speculation is not None:
             self.engine.scheduler.speculation.margin = rng.choice([0, 1.2])
         self.busy = rng.choice([0.1, 0.5, 0.9])  # chance that another request arrives before the next step
@@ -174,14 +175,26 @@ class Run:
             assert name not in self.done, "an output after the last one"
             for got, solo in zip(output.outputs, spec.output.outputs, strict=True):
                 assert got.token_ids == solo.token_ids[: len(got.token_ids)]
-                cut = got.text.removesuffix("\ufffd") if got.finish_reason == "abort" else got.text  # in a character
-                assert solo.text.startswith(cut)
+                self.check_text(got, solo)
                 assert len(got.token_ids) >= self.n_tokens.get((name, got.index), 0)
                 self.n_tokens[name, got.index] = len(got.token_ids)
             if output.finished:
                 self.done[name] = output
                 self.check_output(output, spec)
         self.check_pages()
+
+    def check_plan(self, chunks):
+        """Every page table ends with the rows its branch computes."""
+        for chunk in chunks:
+            assert len(chunk.branch.seq) == chunk.start + chunk.n_rows
+        return chunks
+
+    def check_text(self, got, solo):
+        """A beginning of the solo text. An abort also hands out what was held back: of a character, of a stop string."""
+        whole = solo.text
+        if got.finish_reason == "abort" and isinstance(solo.stop_reason, str):
+            whole += solo.stop_reason
+        assert whole.startswith(got.text.removesuffix("\ufffd") if got.finish_reason == "abort" else got.text)
 
     def check_output(self, output, spec):
         if output.request_id in self.aborted:

@@ -246,6 +246,33 @@ def test_only_pages_of_drawn_tokens_are_published():
     assert index.lookup([*prompt, 4, 4]) == 2 and index.lookup([*prompt, 4, 5]) == 1
 
 
+def test_a_branch_admitted_again_within_its_step_gets_no_guess_for_the_chunk_it_lost():
+    """An urgent prompt takes the pages of both decodes, needs fewer than that, and the first of them comes back at once."""
+    cycle = [1, 2, 3, 4, 5]
+    asked = [(cycle * 10, 8, 0), (cycle * 8, 5, 0), ([*cycle * 9, 6, 7, 8], 4, -1)]  # 4, 3 and 3 of 7 pages
+    params = [SamplingParams(temperature=0, max_tokens=n) for _, n, _ in asked]
+    alone = []
+    for (prompt, _, _), each in zip(asked, params, strict=True):
+        plain = make(config=None)
+        plain.add_request(prompt, each)
+        alone += [output.outputs for output in finish(plain).values()]
+    engine = make(n_pages=7)
+    engine.scheduler.speculation.margin, engine.scheduler.paced = 0, False
+    names = []
+    for (prompt, _, priority), each in zip(asked, params, strict=True):
+        names.append(engine.add_request(prompt, each, priority=priority))
+        if len(names) == 2:
+            engine.step()
+    scheduled = []
+    schedule = engine.scheduler.schedule
+    engine.scheduler.schedule = lambda: scheduled.append(schedule()) or scheduled[-1]
+    outputs = {output.request_id: output for output in engine.step() if output.finished}
+    first = {chunk.branch.request.request_id: chunk for chunk in scheduled[0]}
+    assert set(first) == {names[0], names[2]} and first[names[0]].start == 0 and not first[names[0]].drafts
+    outputs |= finish(engine)
+    assert [outputs[name].outputs for name in names] == alone
+
+
 def test_an_interrupt_undoes_guesses_too():
     engine, plain = make(), make(config=None)
     for each in (engine, plain):
