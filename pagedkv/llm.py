@@ -252,7 +252,8 @@ class LLM:
         return self.engine.logits(token_ids, chunk=chunk)
 
     def check(self) -> list[Any]:
-        """Invariant violations found by the level 3 checker; empty when sound."""
+        """Invariant violations found by the level 3 checker; empty when sound. RuntimeError after close()."""
+        self.engine.intake.refuse_closed()
         return self.kv.check(level=3)
 
     def close(self) -> None:

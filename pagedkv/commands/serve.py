@@ -46,10 +46,14 @@ def run(
         app.state.service.warm_up()
         address = listener.getsockname()
         shown = f"[{address[0]}]" if ":" in address[0] else address[0]
-        print(f"pagedkv: serving {names[0]} at http://{shown}:{address[1]} (Ctrl-C stops)", file=sys.stderr, flush=True)
+        lines = [f"pagedkv: serving {names[0]} at http://{shown}:{address[1]} (Ctrl-C stops)"]
         if not all_keys and host not in LOOPBACK:
-            print(f"pagedkv: anybody who reaches {host} may use it: no --api-key", file=sys.stderr, flush=True)
-        interrupted = serve(app, listener, access_log=access_log)
+            lines.append(f"pagedkv: anybody who reaches {host} may use it: no --api-key")
+
+        def announce() -> None:
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+        interrupted = serve(app, listener, access_log=access_log, on_ready=announce)
     if interrupted:
         raise KeyboardInterrupt
 

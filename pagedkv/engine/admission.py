@@ -200,10 +200,12 @@ class Admission:
             raise refuse("prompt", ids, 'a text, token ids, or {"prompt_token_ids": [...]}')
         if isinstance(ids, Sized) and len(ids) > self.max_model_len:
             raise self._too_long(len(ids))
-        found = [check_int("prompt_token_ids", token, 0, self.model.forward.vocab_size - 1) for token in ids]
+        found, stop = list(ids), self.model.forward.vocab_size
         if not found:
             raise ValueError("prompt must hold at least 1 token, and is empty")
-        return found
+        if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < stop:
+            return found
+        return [check_int("prompt_token_ids", token, 0, stop - 1) for token in found]
 
     def _too_long(self, n_prompt: int) -> ValueError:
         return ValueError(f"prompt of {n_prompt} tokens is longer than the context of {self.max_model_len}")

@@ -16,7 +16,9 @@ from .request import Request
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, Future
 
-LONG_PROMPT = 2048  # characters or ids; what is longer is prepared beside the event loop
+# What is longer is prepared beside the event loop.
+LONG_TEXT = 2048  # characters
+LONG_IDS = 16384
 
 
 class RequestStream:
@@ -269,5 +271,8 @@ def _resolve(loop: "AbstractEventLoop", future: "Future[Any]", result: Any, erro
 
 
 def _is_long(prompt: Any) -> bool:
-    parts = prompt.values() if isinstance(prompt, Mapping) else [prompt]
-    return any(isinstance(part, Sized) and len(part) > LONG_PROMPT for part in parts)
+    """Whether it takes long to make a request of it: texts are tokenized, ids only looked over."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    longest = LONG_TEXT if isinstance(prompt, str) else LONG_IDS
+    return isinstance(prompt, Sized) and len(prompt) > longest

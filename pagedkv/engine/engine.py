@@ -156,7 +156,8 @@ class LLMEngine:
             return outputs
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges; see docs/engine.md. Changes nothing."""
+        """Counters and gauges; see docs/engine.md. Changes nothing. RuntimeError after close()."""
+        self.intake.refuse_closed()
         scheduler, kv, metrics = self.scheduler, self.kv, self.metrics
         speculation = scheduler.speculation
         return {
@@ -222,8 +223,10 @@ class LLMEngine:
             self._settle()
 
     def between_steps(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """fn(*args), while no step runs and behind all aborts asked for before; fn may call any method."""
+        """fn(*args), while no step runs and behind all aborts asked for before; fn may call any method. RuntimeError
+        after close()."""
         with self._in_turn(), self._lock:
+            self.intake.refuse_closed()
             self._settle()
             return fn(*args)
 
@@ -239,6 +242,7 @@ class LLMEngine:
     def logits(self, token_ids: Iterable[int], *, chunk: int | None = None) -> np.ndarray:
         """Next-token logits at every position: float32 [n, vocab], from one paged prefill in chunks of `chunk` tokens
         (None: the step's budget). Raises ValueError as add_request does, PoolExhausted while requests hold pages."""
+        self.intake.refuse_closed()
         ids = self.admission.checked_ids(token_ids)
         size = self.scheduler.max_num_batched_tokens if chunk is None else check_int("chunk", chunk, 1)
         self.admission.refuse_unfit(len(ids), 0)
@@ -273,10 +277,12 @@ class LLMEngine:
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
         """A checked request that enqueue() takes; options as Admission.request has them. Changes nothing, waits for no
         step. Raises ValueError as add_request does."""
+        self.intake.refuse_closed()
         return self.admission.request(prompt, params, **options)
 
     def prepare_embedding(self, prompt: Prompt, **options: Any) -> EmbeddingRequest:
         """prepare() for a prompt's vector; options as Admission.embedding has them. Its sink gets one output."""
+        self.intake.refuse_closed()
         return self.admission.embedding(prompt, **options)
 
     def enqueue(self, request: Request, request_id: str | None = None, *, limited: bool = True) -> str:

@@ -37,7 +37,7 @@ class Intake:
     def add(self, request: Request, request_id: str | None, *, limited: bool) -> str:
         """Name the request and queue it. limited: heed max_waiting. Raises as LLMEngine.enqueue() says."""
         with self.lock:
-            self._refuse_closed()
+            self.refuse_closed()
             if request_id is None:
                 names = (f"request-{i}" for i in itertools.count(request.arrival))
                 request_id = next(name for name in names if not self._in_use(name))
@@ -49,7 +49,7 @@ class Intake:
             self.requests[request_id] = request
             self.incoming.append(request)
             try:
-                self._refuse_closed()  # by a thread that did not see the request yet
+                self.refuse_closed()  # by a thread that did not see the request yet
             except RuntimeError:
                 self.requests.pop(request_id, None)
                 raise
@@ -106,7 +106,8 @@ class Intake:
     def _in_use(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self._taken
 
-    def _refuse_closed(self) -> None:
+    def refuse_closed(self) -> None:
+        """RuntimeError once the engine is closed."""
         if self.closed:
             raise RuntimeError("the engine is closed")
 

@@ -4,6 +4,7 @@ import hashlib
 from array import array
 from typing import Any
 
+from ..core.errors import PoolExhausted
 from ..core.prefix import PrefixIndex
 from .request import Branch
 
@@ -23,13 +24,29 @@ class PrefixCache:
         self._vocab_size = vocab_size
 
     def attach(self, branch: Branch) -> int:
-        """Put known full pages under the branch's fresh, empty sequence; returns how many tokens they hold. At least
-        one token is left to compute, so a shared page is never written to. A prompt whose logprobs are still wanted is
-        computed whole."""
-        request = branch.request
-        if request.prompt_rows_wanted(0, len(branch.tokens)):
+        """Put known full pages under the branch's fresh, empty sequence; returns how many tokens of them it has. At
+        least one token is left to compute: where the pages hold all, the last one is copied, since a shared page is
+        never written to. A prompt whose logprobs are still wanted is computed whole."""
+        request, n = branch.request, len(branch.tokens)
+        if request.prompt_rows_wanted(0, n):
             return 0
-        return self._index.match(branch.seq, self._keys(branch, len(branch.tokens) - 1)) * self._page_tokens
+        found = self._index.match(branch.seq, self._keys(branch, n)) * self._page_tokens
+        return found if found < n else self._without_last(branch.seq, n)
+
+    def _without_last(self, seq: Any, n: int) -> int:
+        """Cut the last of n tokens off `seq`, whose pages are all shared, and give it a last page of its own; without
+        room for a copy, cut off the whole page. Returns the tokens that stay. A second holder keeps the shared page,
+        and the pages indexed behind it, from being forgotten as one that is about to change."""
+        holder = seq.snapshot()
+        seq.truncate(n - 1)
+        try:
+            seq.extend(1)
+            seq.truncate(n - 1)
+        except PoolExhausted:
+            seq.truncate(n - self._page_tokens)
+        finally:
+            holder.free()
+        return len(seq)
 
     def publish(self, branch: Branch) -> None:
         """Make the full pages of the branch's computed tokens findable. A page that is known already under another

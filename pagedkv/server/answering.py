@@ -1,10 +1,10 @@
 """How a generation becomes an HTTP answer: whole, or as server-sent events."""
 
-import json
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,7 +17,6 @@ from .service import Service
 
 M = TypeVar("M", bound=BaseModel)
 DONE = b"data: [DONE]\n\n"
-_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Job(Protocol):
@@ -48,8 +47,8 @@ def validated(model: type[M], raw: bytes) -> M:
 
 
 def encoded(value: Any) -> bytes:
-    """Compact JSON."""
-    return _JSON.encode(value).encode("utf-8")
+    """Compact JSON; null for what JSON has no number for."""
+    return to_json(value, inf_nan_mode="null")
 
 
 class JSONAnswer(Response):
@@ -105,42 +104,44 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
+                before, after = self._before, self._after
                 async with aclosing(generation.outputs()) as outputs:
                     async for index, output in outputs:
                         raise_failure(output.outputs)
-                        events = [self._before + encoded(delta) + self._after for delta in job.deltas(index, output)]
+                        events = [
+                            before + to_json(delta, inf_nan_mode="null") + after for delta in job.deltas(index, output)
+                        ]
                         if events:
-                            await self._send(send, b"".join(events))
+                            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
                 last = DONE
                 if job.include_usage:
                     last = b"data: " + encoded({**job.head, "choices": [], "usage": job.usage()}) + b"\n\n" + DONE
             except APIError as error:
                 last = b"data: " + encoded(error.body()) + b"\n\n"
-            await self._send(send, last)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             await generation.aclose()
-
-    @staticmethod
-    async def _send(send: Send, data: bytes) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 class Counted:
     """Usage of a request, from the newest output of each prompt."""
 
     def __init__(self, n_outputs: int | None = None) -> None:
-        self._newest: dict[int, tuple[int, int, int]] = {}
+        self._newest: dict[int, RequestOutput] = {}
         self._n_outputs = n_outputs
 
     def see(self, index: int, output: RequestOutput) -> None:
         """Take note of a prompt's newest output."""
-        made = sum(len(each.token_ids) for each in output.outputs) if self._n_outputs is None else self._n_outputs
-        self._newest[index] = len(output.prompt_token_ids), made, output.num_cached_tokens
+        self._newest[index] = output
 
     def usage(self) -> dict[str, Any]:
         """As answers show it."""
-        prompt, made, cached = (sum(column) for column in zip(*self._newest.values(), strict=True))
+        newest = self._newest.values()
+        prompt = sum(len(output.prompt_token_ids) for output in newest)
+        cached = sum(output.num_cached_tokens for output in newest)
+        made = sum(len(each.token_ids) for output in newest for each in output.outputs)
+        if self._n_outputs is not None:
+            made = self._n_outputs * len(newest)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,

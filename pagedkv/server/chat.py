@@ -73,7 +73,7 @@ class ChatJob:
             "system_fingerprint": service.fingerprint,
         }
         check_bound("top_logprobs", request.top_logprobs, settings.max_logprobs)
-        check_bound("the number of tools", len(request.tools or ()), settings.max_prompts)
+        check_bound("tools", len(request.tools or ()), settings.max_prompts, "their number")
         self._use = tool_use(
             request.tools,
             request.tool_choice,
@@ -93,7 +93,7 @@ class ChatJob:
         self.work = Work(
             [(None, conversation_ids(service, request, self._use))],
             params,
-            frozenset(ChatRequest.model_fields),
+            frozenset(request.model_fields_set),
             request.priority or 0,
             request.timeout,
             request.cache_salt,

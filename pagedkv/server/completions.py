@@ -32,7 +32,7 @@ async def completions(request: Request) -> Response:
 def prompts_of(service: Service, field: str, value: Any) -> list[tuple[str | None, list[int]]]:
     """Text, if there is one, and token ids of each prompt. APIError 400 naming the field. Blocks: tokenizes."""
     listed = value if isinstance(value, list) and not isinstance(value[0], int) else [value]
-    check_bound(f"the number of prompts in {field}", len(listed), service.settings.max_prompts)
+    check_bound(field, len(listed), service.settings.max_prompts, "the number of prompts")
     try:
         return [service.llm.engine.admission.tokens_of(one) for one in listed]
     except ValueError as error:
@@ -77,7 +77,7 @@ class CompletionJob:
         self.work = Work(
             prompts,
             params,
-            frozenset(CompletionRequest.model_fields),
+            frozenset(request.model_fields_set),
             request.priority or 0,
             request.timeout,
             request.cache_salt,

@@ -18,6 +18,7 @@ KINDS = {
 }
 RETRY_AFTER_SECONDS = 1
 MAX_MESSAGE_CHARS = 2000
+MAX_FIELD_CHARS = 100
 
 
 class APIError(Exception):
@@ -72,14 +73,14 @@ def unavailable(message: str) -> APIError:
 
 def from_validation(error: ValidationError, value: Any) -> APIError:
     """400 with the first thing pydantic found in `value`: field, rule and what was there."""
-    found = [(_path(one, value), one) for one in error.errors(include_url=False, include_context=False)]
+    found = [(_path(one, value), one) for one in error.errors(include_url=False)]
     first = found[0][0]
     # of several things a field may be, the one that it nearly is tells most
     path, one = max((each for each in found if each[0][: len(first)] == first), key=lambda each: len(each[0]))
     where = ".".join(map(str, path))
     param = where or None
     what = str(one["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    if one["type"] == "extra_forbidden":
+    if one["type"] in ("extra_forbidden", "unknown"):
         return bad_request(f"{where}: unknown field", param=param, code="unknown_parameter")
     if one["type"] == "missing":
         return bad_request(f"{where}: is required", param=param, code="missing_required_parameter")
@@ -98,13 +99,26 @@ def _path(one: Any, value: Any) -> list[int | str]:
             path.append(part)
         if inside:
             value = value[part]
+    field = one.get("ctx", {}).get("field")  # of protocol.at()
+    if field is not None:
+        path.append(printable(field[:MAX_FIELD_CHARS]))
     return path
 
 
+# What the engine calls by other names than requests do: the first of them that the request has.
+ENGINE_NAMES = {
+    "prompt": ("prompt", "messages", "input"),
+    "prompt_token_ids": ("prompt", "messages", "input"),
+    "structured_outputs": ("structured_outputs", "response_format", "tools"),
+}
+
+
 def from_refusal(error: ValueError, params: Iterable[str]) -> APIError:
-    """400 for what the engine refused; its message begins with the field, one of `params` if a request can hold it."""
-    message = str(error)
+    """400 for what the engine refused; its message begins with the field, or what it made of one of `params`, the
+    fields that the request has."""
+    message, known = str(error), set(params)
     first = re.match(r"\w+", message)
-    param = first[0] if first and first[0] in set(params) else None
+    names = ENGINE_NAMES.get(first[0], (first[0],)) if first else ()
+    param = next((name for name in names if name in known), None)
     too_long = "longer than the context" in message or "the pool holds" in message
     return bad_request(message, param=param, code="context_length_exceeded" if too_long else "invalid_value")

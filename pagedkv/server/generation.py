@@ -24,7 +24,7 @@ class Work:
 
     prompts: Sequence[tuple[str | None, list[int]]]
     params: SamplingParams
-    fields: frozenset[str]  # names a refusal may blame
+    fields: frozenset[str]  # of the request, which a refusal may blame
     priority: int = 0
     timeout: float | None = None
     salt: str | None = None

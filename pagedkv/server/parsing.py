@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from .errors import APIError, bad_request
+from .errors import APIError, bad_request, printable
 
 MAX_DEPTH = 64
 MAX_DIGITS = 40
@@ -61,9 +61,9 @@ def _float(digits: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise bad_request(f"body: the key {twice[:60]!r} comes twice in one object")
+        known: set[str] = set()
+        twice = next(name for name, _ in pairs if name in known or known.add(name))  # type: ignore[func-returns-value]
+        raise bad_request(f"body: the key {twice[:60]!r} comes twice in one object", param=printable(twice[:60]))
     return found
 
 

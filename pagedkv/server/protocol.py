@@ -4,10 +4,21 @@ Strict: no text becomes a number, no number a text. What only pydantic can say i
 model or on this server's settings are checked where they are used.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)  # fmt: skip
+from pydantic_core import PydanticCustomError
 
+from ..engine.checks import shown
 from ..engine.params import MAX_N, MAX_STOPS, MAX_TEMPERATURE, SEED_MAX
 
 INT32_MAX = 2**31 - 1
@@ -15,13 +26,47 @@ MIN_SEED = -(2**63)
 MAX_TOP_LOGPROBS = 1024
 MAX_ITEMS = 8192  # of a list whose items are checked one by one
 
+T = TypeVar("T")
+# Of a body full of faults the first one of each list or object is told: finding all would hold up everybody else.
+Listed = Annotated[list[T], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+
+def at(field: str, text: str, kind: str = "invalid") -> PydanticCustomError:
+    """The error to raise in a validator about a field of its model, or about an entry of its object."""
+    return PydanticCustomError(kind, "{text}", {"field": field, "text": text})  # type: ignore[arg-type]
 
 
 class Strict(BaseModel):
     """Base of everything that comes from a client."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            names = {field.alias or name for name, field in cls.model_fields.items()}
+            for key in value:
+                if key not in names:
+                    raise at(key, "unknown field", "unknown")
+        return value
+
+
+def _numbers(value: Any) -> Any:
+    return _mapping(value, lambda entry: isinstance(entry, int | float) and not isinstance(entry, bool), "a number")
+
+
+def _texts(value: Any) -> Any:
+    return _mapping(value, lambda entry: isinstance(entry, str), "a text")
+
+
+def _mapping(value: Any, fits: Callable[[Any], bool], what: str) -> Any:
+    """`value`, refused for its first entry that does not fit."""
+    for key, entry in value.items() if isinstance(value, dict) else ():
+        if not fits(entry):
+            raise at(key, f"must be {what}, not {shown(entry)}")
+    return value
 
 
 def _prompt(value: Any) -> Any:
@@ -77,7 +122,7 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _together(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema must be given exactly when type is 'json_schema'")
+            raise at("json_schema", "must be given exactly when type is 'json_schema'")
         return self
 
 
@@ -89,7 +134,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Listed[str] | None = Field(None, min_length=1)
     grammar: str | None = None
     json_object: Literal[True] | None = None
     disable_any_whitespace: bool | None = None
@@ -110,13 +155,13 @@ class GenerationRequest(Strict):
     n: int | None = Field(None, ge=1, le=MAX_N)
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: str | list[str] | None = None
+    stop: str | Listed[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=MIN_SEED, le=SEED_MAX)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_numbers)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -127,9 +172,9 @@ class GenerationRequest(Strict):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Listed[TokenId] | None = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Listed[TokenId] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_salt: str | None = Field(None, min_length=1)
@@ -148,9 +193,9 @@ class GenerationRequest(Strict):
     @model_validator(mode="after")
     def _compatible(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream=true")
+            raise at("stream_options", "only with stream=true")
         if self.structured_outputs is not None and self.response_format is not None:
-            raise ValueError("structured_outputs and response_format: give one of them")
+            raise at("structured_outputs", "give this or response_format, not both")
         return self
 
 
@@ -164,9 +209,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _of_completions(self) -> "CompletionRequest":
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(f"best_of: must equal n, {self.n or 1}, or be left out, not {self.best_of}")
+            raise at("best_of", f"must equal n, {self.n or 1}, or be left out, not {self.best_of}")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 only with echo=true")
+            raise at("max_tokens", "0 only with echo=true")
         return self
 
 
@@ -175,7 +220,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=MAX_ITEMS)]
+Content = str | Annotated[Listed[TextPart], Field(max_length=MAX_ITEMS)]
 
 
 class FunctionCall(Strict):
@@ -202,9 +247,9 @@ class AssistantMessage(Strict):
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_ITEMS)
+    tool_calls: Listed[ToolCall] | None = Field(None, max_length=MAX_ITEMS)
     # what clients echo back from answers
-    annotations: list[Any] | None = None
+    annotations: Listed[Any] | None = None
     audio: None = None
     function_call: None = None
 
@@ -241,20 +286,20 @@ class NamedToolChoice(Strict):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
+    messages: Listed[Message] = Field(min_length=1, max_length=MAX_ITEMS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
-    tools: list[Tool] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
+    tools: Listed[Tool] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     # accepted, without effect on the answer
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_texts)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Listed[Literal["text"]] | None = None
     reasoning_effort: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -262,21 +307,21 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _of_chat(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens: give one of them")
+            raise at("max_completion_tokens", "give this or max_tokens, not both")
         if self.max_tokens == 0:
-            raise ValueError("max_tokens: must be at least 1")
+            raise at("max_tokens", "must be at least 1, not 0")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: only with logprobs=true")
+            raise at("top_logprobs", "only with logprobs=true")
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) != len(names):
-            raise ValueError("tools: two functions have the same name")
+            raise at("tools", "two functions have the same name")
         if self.tool_choice not in (None, "none", "auto") and not names:
-            raise ValueError("tool_choice: needs tools")
+            raise at("tool_choice", "needs tools")
         if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is none of the tools")
+            raise at("tool_choice", f"{self.tool_choice.function.name[:60]!r} is none of the tools")
         forced = self.tool_choice not in (None, "none", "auto")
         if forced and (self.structured_outputs or (self.response_format and self.response_format.type != "text")):
-            raise ValueError("tool_choice: a forced call and a response format exclude each other")
+            raise at("tool_choice", "a forced call and a response format exclude each other")
         return self
 
 
@@ -294,8 +339,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
-    tools: list[Tool] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
+    messages: Listed[Message] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
+    tools: Listed[Tool] | None = Field(None, min_length=1, max_length=MAX_ITEMS)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -304,15 +349,16 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one_source(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt, messages: give exactly one of them")
+            raise at("prompt", "give exactly one of prompt and messages")
         if self.prompt is not None and (self.tools or self.chat_template_kwargs or self.add_generation_prompt):
-            raise ValueError("tools, chat_template_kwargs, add_generation_prompt: only with messages")
+            given = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
+            raise at(next((name for name in given if given[name]), "add_generation_prompt"), "only with messages")
         if self.messages is not None and self.add_special_tokens is not None:
-            raise ValueError("add_special_tokens: only with prompt; the chat template decides")
+            raise at("add_special_tokens", "only with prompt; the chat template decides")
         return self
 
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Listed[TokenId]
     skip_special_tokens: bool | None = None

@@ -4,49 +4,29 @@ import asyncio
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .connection import BoundedProtocol
 from .service import Service
 
-MAX_HEAD_BYTES = 1 << 16  # of request line and headers
 SWITCH_SECONDS = 0.0005  # the engine must not wait for the event loop to finish a round of sending
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep idle connections
 LAST_BYTES_SECONDS = 5  # for connections to take what is left once the engine has stopped
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's fast HTTP protocol, with a bound on what a client may send before its body."""
-
-    n_head_bytes = 0
-    in_head = True
-
-    def on_message_begin(self) -> None:
-        self.n_head_bytes, self.in_head = 0, True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self.in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.in_head and not self.transport.is_closing():
-            self.n_head_bytes += len(data)
-            if self.n_head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response(f"more than {MAX_HEAD_BYTES} bytes before the body")
-
-
 class GracefulServer(uvicorn.Server):
     """The first SIGINT or SIGTERM lets the service finish or cancel what runs while everybody else gets 503, then ends
-    the server; the second one ends it at once. `received` holds the signals."""
+    the server; the second one ends it at once. `received` holds the signals. on_ready: called once connections are
+    taken."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None] | None = None) -> None:
         super().__init__(config)
         self._service = service
+        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task | None = None
         self.received: list[int] = []
@@ -54,6 +34,8 @@ class GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self.started and self._on_ready is not None:
+            self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.received.append(sig)
@@ -88,9 +70,16 @@ def configured(app: Starlette, *, access_log: bool = False) -> uvicorn.Config:
     )
 
 
-def serve(app: Starlette, listener: socket.socket, *, access_log: bool = False) -> bool:
-    """Serve on a bound socket until a signal; whether it was Ctrl-C. Call in the main thread."""
-    server = GracefulServer(configured(app, access_log=access_log), app.state.service)
+def serve(
+    app: Starlette,
+    listener: socket.socket,
+    *,
+    access_log: bool = False,
+    on_ready: Callable[[], None] | None = None,
+) -> bool:
+    """Serve on a bound socket until a signal; whether it was Ctrl-C. on_ready: called once connections are taken. Call
+    in the main thread."""
+    server = GracefulServer(configured(app, access_log=access_log), app.state.service, on_ready)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         server.run(sockets=[listener])

@@ -26,7 +26,7 @@ def sampling_params(request: GenerationRequest, settings: ServerSettings, **chos
     if request.seed is not None:
         fields["seed"] = request.seed % SEEDS
     if request.logit_bias is not None:
-        fields["logit_bias"] = {_token_id(key): bias for key, bias in request.logit_bias.items()}
+        fields["logit_bias"] = _biases(request.logit_bias)
     fields["structured_outputs"] = _structure(request)
     fields.update(chosen)
     structure = fields.pop("structured_outputs")
@@ -39,13 +39,25 @@ def sampling_params(request: GenerationRequest, settings: ServerSettings, **chos
     except ImportError as error:
         raise bad_request(str(error), param="response_format", code="not_supported") from None
     except ValueError as error:
-        raise from_refusal(error, type(request).model_fields) from None
+        raise from_refusal(error, request.model_fields_set) from None
 
 
-def check_bound(field: str, value: int | None, bound: int) -> None:
-    """APIError 400 for a value above one of this server's limits."""
+def check_bound(field: str, value: int | None, bound: int, what: str = "") -> None:
+    """APIError 400 for a value above one of this server's limits. what: of the field is bounded, "" for itself."""
     if value is not None and value > bound:
-        raise bad_request(f"{field} must be at most {bound} on this server, not {value}", param=field)
+        where = f"{field}: {what}" if what else field
+        raise bad_request(f"{where} must be at most {bound} on this server, not {value}", param=field)
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    """By token id. Two texts may name one id, as "1" and "01" do; which of them counts is for the client to say."""
+    found: dict[int, float] = {}
+    for key, bias in given.items():
+        token = _token_id(key)
+        if token in found:
+            raise bad_request(f"logit_bias: the token id {token} comes twice, once as {key!r}", param="logit_bias")
+        found[token] = bias
+    return found
 
 
 def _token_id(key: str) -> int:

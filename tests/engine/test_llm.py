@@ -14,6 +14,8 @@ from fakes import paged_model
 
 import pagedkv
 from pagedkv import LLM, ModelError, PoolExhausted, SamplingParams
+from pagedkv.engine.arena_map import arena_map
+from pagedkv.engine.embedding import embed
 
 
 @pytest.fixture
@@ -117,6 +119,19 @@ def test_a_failed_start_closes_the_model(monkeypatch):
     with pytest.raises(ValueError):
         LLM("fake", max_model_len=1000)
     assert closed == [True]
+
+
+def test_whatever_is_asked_of_a_closed_engine_says_so(monkeypatch):
+    with fake_llm(monkeypatch) as llm:
+        engine = llm.engine
+    asked = (
+        lambda: llm.generate([[1]]), lambda: llm.stream([1]), lambda: llm.logits([1]), llm.check, engine.stats,
+        lambda: engine.add_request([1]), lambda: engine.prepare([1]), lambda: embed(engine, [1]),
+        lambda: engine.between_steps(print), lambda: arena_map(engine),
+    )  # fmt: skip
+    for one in asked:
+        with pytest.raises(RuntimeError, match=r"^the engine is closed$"):
+            one()
 
 
 # generate

@@ -42,12 +42,46 @@ def run_one(engine, ids, params=PARAMS, **more):
 @pytest.mark.parametrize("n", [1, P - 1, P, P + 1, 2 * P - 1, 2 * P, 2 * P + 1])
 def test_second_time_uses_full_pages_and_computes_at_least_one_token(n):
     engine = make()
+    known = {1: 0, P - 1: 0, P: P - 1, P + 1: P, 2 * P - 1: P, 2 * P: 2 * P - 1, 2 * P + 1: 2 * P}[n]
     assert run_one(engine, prompt(n)).num_cached_tokens == 0
-    assert run_one(engine, prompt(n)).num_cached_tokens == (n - 1) // P * P
+    assert run_one(engine, prompt(n)).num_cached_tokens == known
     computed = [q for step in engine.model.forward.steps for q in step]
-    assert computed[3] == n - (n - 1) // P * P
+    assert computed[3] == n - known
     stats = engine.stats()
-    assert stats["prefix_query_tokens"] == 2 * n and stats["prefix_hit_tokens"] == (n - 1) // P * P
+    assert stats["prefix_query_tokens"] == 2 * n and stats["prefix_hit_tokens"] == known
+    assert engine.kv.check(level=3) == []
+
+
+def test_the_copy_of_a_last_page_leaves_what_is_cached_behind_it():
+    engine = make()
+    run_one(engine, prompt(6 * P + 1))
+    for _ in range(2):
+        assert run_one(engine, prompt(2 * P)).num_cached_tokens == 2 * P - 1
+    assert run_one(engine, prompt(6 * P + 1)).num_cached_tokens == 6 * P
+    assert engine.stats()["pages_cached"] == 6  # the copies turned out equal and were merged
+
+
+def test_a_last_page_that_somebody_writes_behind_is_copied():
+    """Two requests whose prompts end with the same full page, and a third that still decodes behind it."""
+    engine = make()
+    names = [engine.add_request(prompt(2 * P), SamplingParams(seed=3, max_tokens=2 * P, ignore_eos=True))]
+    engine.step()
+    names += [engine.add_request(prompt(2 * P), SamplingParams(seed=s, max_tokens=9, ignore_eos=True)) for s in (4, 5)]
+    done = finish(engine)
+    for name, seed, n in zip(names, (3, 4, 5), (2 * P, 9, 9), strict=True):
+        params = SamplingParams(seed=seed, max_tokens=n, ignore_eos=True)
+        expected = expected_output(engine.model, prompt(2 * P), params, 0, CONTEXT)
+        assert done[name].outputs[0].token_ids == expected.token_ids
+    assert [done[name].num_cached_tokens for name in names] == [0, 2 * P - 1, 2 * P - 1]
+    assert engine.kv.check(level=3) == []
+
+
+def test_without_room_for_a_copy_the_last_page_is_computed():
+    engine = make(n_pages=4)
+    params = SamplingParams(seed=1, max_tokens=1, ignore_eos=True)
+    run_one(engine, prompt(4 * P), params)
+    assert run_one(engine, prompt(4 * P), params).num_cached_tokens == 3 * P
+    assert engine.kv.check(level=3) == []
 
 
 def test_switched_off():

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -252,6 +253,54 @@ def test_a_head_without_end(small, start, piece):
             time.sleep(0.001)
         pytest.fail("the server read it all")
     assert small.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("size, fits", [(65_000, True), (66_000, False), (79_000, False), (300_000, False)])
+@pytest.mark.parametrize("form", ["one header", "headers", "path"])
+def test_a_whole_head_is_bounded_too(small, size, fits, form):
+    """At 64 KiB, also when it comes at once, and behind another request's body."""
+    first = raw_request("/tokenize", {"prompt": "a" * 100_000})
+    if form == "path":
+        head = b"GET /health?" + b"a" * size + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    else:
+        filling = b"A: " + b"b" * size + b"\r\n" if form == "one header" else b"Abc: efgh\r\n" * (size // 11)
+        head = GET + filling + b"Connection: close\r\n\r\n"
+    for before in (b"", first):
+        with connect(small) as connection, suppress(ConnectionError):
+            connection.sendall(before + head)
+            answered = receive_all(connection)
+            statuses = re.findall(rb"HTTP/1.1 (\d+)", answered)
+            assert statuses[-1:] == [b"200" if fits else b"400"], (statuses, answered[-300:])
+            assert fits or b"more than 65536 bytes before the body" in answered
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("route", ["completion", "tokenize"])
+def test_a_client_that_has_sent_all_gets_its_answer(real, stream, route):
+    """It ends its sending behind the request and reads on, as `nc -N` does."""
+    body = {"prompt": list(range(1000, 2500)), "max_tokens": 40, "ignore_eos": True, "stream": stream, "seed": 3}
+    path = COMPLETIONS
+    if route == "tokenize":
+        path, body = "/tokenize", {"prompt": "hello " * 400}
+    with connect(real) as connection:
+        connection.sendall(raw_request(path, body, headers=["Connection: close"]))
+        expected = receive_all(connection).split(b"\r\n\r\n", 1)[1]
+    with connect(real) as connection:
+        connection.sendall(raw_request(path, body))
+        connection.shutdown(socket.SHUT_WR)
+        answered = receive_all(connection)
+    while answered.startswith(b"HTTP/1.1 102"):
+        answered = answered.split(b"\r\n\r\n", 1)[1]
+    assert answered.startswith(b"HTTP/1.1 200"), answered[:200]
+    if route == "tokenize":
+        assert answered.endswith(expected)
+    else:
+        assert texts_of(answered) == texts_of(expected) != b""
+
+
+def texts_of(answered):
+    """What the `text` fields of an answer or of its events say, joined."""
+    return b"".join(re.findall(rb'"text":"((?:[^"\\\\]|\\\\.)*)"', answered))
 
 
 def test_pieces_and_pipelines(small):

@@ -5,6 +5,10 @@ import json
 import openai
 import pytest
 from conftest import MODEL, TINY, served
+from pydantic import ValidationError
+
+from pagedkv.server.errors import from_validation
+from pagedkv.server.protocol import ChatRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -41,7 +45,7 @@ BAD_GENERATION = [
     ({"priority": 2**31}, "priority"), ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": 1}, "cache_salt"),
     ({"timeout": 0}, "timeout"), ({"timeout": -1}, "timeout"), ({"user": 3}, "user"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"structured_outputs": {}}, "structured_outputs"), ({"tempreature": 1}, "tempreature"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"), ({"model": 3}, "model"),
 ]  # fmt: skip
@@ -62,19 +66,30 @@ def test_bad_values(small, path, fields, param):
         ({}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"), ({"prompt": ["a", ""]}, "prompt"), ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [1, -1]}, "prompt"), ({"prompt": [1, True]}, "prompt"), ({"prompt": [[1], "a"]}, "prompt"),
-        ({"prompt": [1, 2.0]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [100_000]}, "prompt_token_ids"),
+        ({"prompt": [1, 2.0]}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [100_000]}, "prompt"),
         ({"prompt": "x" * 190_000}, "prompt"),
-        ({"prompt": ["x"] * 9}, None), ({"prompt": "x", "best_of": 2}, None),
+        ({"prompt": ["x"] * 9}, "prompt"), ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "logprobs": 6}, "logprobs"), ({"prompt": "x", "logprobs": True}, "logprobs"),
-        ({"prompt": "x", "max_tokens": 0}, None), ({"prompt": "x", "stream_options": {"include_usage": True}}, None),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "logit_bias": {"01": 1, "1": 2}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"1": 1, "2": 2, "001": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"9999999": 1}}, "logit_bias"),
+        ({"prompt": "x", "allowed_token_ids": [9999999]}, "allowed_token_ids"),
+        ({"prompt": "x", "stop_token_ids": [9999999]}, "stop_token_ids"),
+        ({"prompt": "x", "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+         "structured_outputs"),
+        ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
+            "type": "gibberish"}}}}, "response_format"),
         ({"prompt": "x", "messages": USER}, "messages"), ({"prompt": "x", "echo": "no"}, "echo"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_bad_completions(small, fields, param):
     error = refusal(small.post(COMPLETIONS, fields))
-    assert param is None or (param in error["message"] and error["param"] in (param, None))
+    assert error["param"] == param and (param in error["message"] or param == "response_format")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +121,14 @@ def test_bad_completions(small, fields, param):
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
 def test_bad_chats(small, fields, part):
-    assert part in refusal(small.post(CHAT, fields))["message"]
+    error = refusal(small.post(CHAT, fields))
+    assert part in error["message"] and names_a_field(error, "ChatRequest", small)
+
+
+def names_a_field(error, model, live):
+    """Whether `param` begins with a field of the model in the server's own description, or is one it does not know."""
+    fields = live.http.get("/openapi.json").json()["components"]["schemas"][model]["properties"]
+    return error["param"].split(".")[0] in fields or error["code"] == "unknown_parameter"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +147,65 @@ def test_bad_chats(small, fields, part):
     ],
 )  # fmt: skip
 def test_bad_requests_of_other_routes(small, path, fields, part):
-    assert part in refusal(small.post(path, fields))["message"]
+    error = refusal(small.post(path, fields))
+    model = {"/v1/embeddings": "EmbeddingRequest"}.get(path, f"{path[1:].title()}Request")
+    assert part in error["message"] and names_a_field(error, model, small)
+
+
+def test_what_is_too_long_is_blamed_on_its_field(small):
+    long = "x" * 600
+    for path, field, body in (
+        (COMPLETIONS, "prompt", {"prompt": long}),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": long}]}),
+        ("/v1/embeddings", "input", {"input": long}),
+    ):
+        error = refusal(small.post(path, {**body}))
+        assert error["param"] == field and error["code"] == "context_length_exceeded", path
+
+
+MANY = 5000
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        (CHAT, {"messages": USER, **{f"a{i}": 1 for i in range(MANY)}}, "a0"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", **{f"a{i}": 1 for i in range(MANY)}}]}, "messages.0.a0"),
+        (CHAT, {"messages": [1] * MANY}, "messages.0"),
+        (CHAT, {"messages": [{"role": "user"}] * MANY}, "messages.0.content"),
+        (CHAT, {"messages": USER, "tools": [{}] * MANY}, "tools.0.type"),
+        (CHAT, {"messages": USER, "metadata": {str(i): i for i in range(MANY)}}, "metadata.0"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}] * MANY}]}, "messages.0.content.0.text"),
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": ["a"] * MANY}, "stop_token_ids.0"),
+        (COMPLETIONS, {"prompt": "x", "allowed_token_ids": ["a"] * MANY}, "allowed_token_ids.0"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): "a" for i in range(MANY)}}, "logit_bias.0"),
+        (COMPLETIONS, {"prompt": "x", "stop": [1] * MANY}, "stop.0"),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"choice": [1] * MANY}}, "structured_outputs.choice.0"),
+        ("/detokenize", {"tokens": ["a"] * MANY}, "tokens.0"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_of_many_faults_the_first_is_told_and_no_other_looked_for(small, monkeypatch, path, body, param):
+    """Bodies full of faults would hold up everybody else for seconds if each of them were found."""
+    from pagedkv.server import answering
+
+    found = []
+    from_validation = answering.from_validation
+
+    def counted(error, value):
+        found.append(error.error_count())
+        return from_validation(error, value)
+
+    monkeypatch.setattr(answering, "from_validation", counted)
+    assert refusal(small.post(path, body))["param"] == param
+    assert found and found[0] <= 8
+
+
+def test_a_key_that_comes_twice_is_found_in_one_pass(small):
+    """The last of very many keys: a search from the start for each of them would take hours."""
+    raw = b"{" + b",".join(b'"%d":1' % i for i in range(15_000)) + b',"14999":1}'
+    error = refusal(small.http.post("/tokenize", content=raw, headers={"Content-Type": "application/json"}))
+    assert "'14999' comes twice" in error["message"] and error["param"] == "14999"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/embeddings", "/tokenize", "/detokenize"])
@@ -202,8 +282,10 @@ def test_texts_too_long_for_any_tokens_are_never_tokenized(small, monkeypatch):
 
 def test_lists_are_bounded_before_their_items_are_looked_at(small):
     """One error and not one for each of a hundred thousand items."""
-    error = refusal(small.post(CHAT, {"messages": [{}] * 60_000}))
-    assert error["param"] == "messages" and "at most 8192" in error["message"]
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate({"messages": USER * 60_000})
+    error = from_validation(caught.value, {"messages": USER * 60_000})
+    assert error.param == "messages" and "at most 8192" in error.message
     error = refusal(small.post(COMPLETIONS, {"prompt": [1] * 90_000}))
     assert error["code"] == "context_length_exceeded" and "90000 tokens" in error["message"]
 
