@@ -413,7 +413,7 @@ def test_subscribed_outputs_stay_out_of_step(engine):
 
 
 def test_a_request_that_comes_in_amid_a_step_waits_for_the_next(engine, monkeypatch):
-    """From another thread, after the step took in what there was and before it looked for work: this is no full pool."""
+    """From another thread, after the step took in what there was and before it looked for work: no full pool."""
     names = []
     draw_late = engine._draw_late
 

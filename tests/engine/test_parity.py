@@ -190,7 +190,7 @@ class Run:
         return chunks
 
     def check_text(self, got, solo):
-        """A beginning of the solo text. An abort also hands out what was held back: of a character, of a stop string."""
+        """A beginning of the solo text. An abort also hands out what a character or stop string held back."""
         whole = solo.text
         if got.finish_reason == "abort" and isinstance(solo.stop_reason, str):
             whole += solo.stop_reason
