@@ -247,7 +247,7 @@ def test_only_pages_of_drawn_tokens_are_published():
 
 
 def test_a_branch_admitted_again_within_its_step_gets_no_guess_for_the_chunk_it_lost():
-    """An urgent prompt takes the pages of both decodes, needs fewer than that, and the first of them comes back at once."""
+    """An urgent prompt takes the pages of both decodes, needs fewer, and the first of them comes back at once."""
     cycle = [1, 2, 3, 4, 5]
     asked = [(cycle * 10, 8, 0), (cycle * 8, 5, 0), ([*cycle * 9, 6, 7, 8], 4, -1)]  # 4, 3 and 3 of 7 pages
     params = [SamplingParams(temperature=0, max_tokens=n) for _, n, _ in asked]
