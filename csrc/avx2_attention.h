@@ -96,30 +96,48 @@ TILE void kv_read(float *k, float *v, const uint8_t *tile, int64_t slot0, int64_
     }
 }
 
-/* n_q queries x n_g groups of 16 tokens, n_q * n_g <= 4 */
-TILE void qk_tile(float *s, const float *q, const uint8_t *const *tiles, int64_t group, int64_t head_dim, int64_t page_tokens,
-                  int64_t s_stride, int64_t q_stride, float scale, int n_q, int n_g, int32_t format)
+/* One 64-byte line of the tiles that come next. A few per step keep memory busy while the step computes; a burst would stall it. */
+TILE void prefetch(const uint8_t *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
+
+/* n_q queries x n_g groups of 16 tokens from `group` on: n_q * n_g <= 6, n_g = 1 from 4 queries on */
+TILE void qk_tile(float *s, const float *q, const uint8_t *const *tiles, const uint8_t *const *ahead, int64_t group, int64_t head_dim,
+                  int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale, int n_q, int n_g, int32_t format)
 {
-    const int64_t per_tile = page_tokens / 16;
-    const uint8_t *tile[4];
+    const int64_t per_tile = page_tokens / 16, size = pkv_kv_element_bytes(format);
+    const int per_line = format == PKV_KV_F32 ? 1 : format == PKV_KV_F16 ? 2 : 4; /* groups of one row, or rows of one group */
+    const uint8_t *tile[4], *next[4];
     int64_t column[4];
-    __m256 acc[8];
+    __m256 acc[12];
     for (int g = 0; g < n_g; g++) {
         tile[g] = tiles[(group + g) / per_tile];
         column[g] = (group + g) % per_tile * 16;
+        next[g] = ahead ? ahead[(group + g) / per_tile] + column[g] * size : NULL;
     }
     for (int i = 0; i < 2 * n_q * n_g; i++)
         acc[i] = _mm256_setzero_ps();
-    for (int64_t d = 0; d < head_dim; d++)
+    for (int64_t d = 0; d < head_dim; d++) {
+        __m256 a[3];
+        for (int j = 0; n_q <= 3 && j < n_q; j++)
+            a[j] = _mm256_broadcast_ss(q + j * q_stride + d);
         for (int g = 0; g < n_g; g++) {
-            __m256 low = load_kv(tile[g], d * page_tokens + column[g], format);
-            __m256 high = load_kv(tile[g], d * page_tokens + column[g] + 8, format);
-            for (int j = 0; j < n_q; j++) {
-                __m256 a = _mm256_broadcast_ss(q + j * q_stride + d);
-                acc[2 * (j * n_g + g)] = _mm256_fmadd_ps(a, low, acc[2 * (j * n_g + g)]);
-                acc[2 * (j * n_g + g) + 1] = _mm256_fmadd_ps(a, high, acc[2 * (j * n_g + g) + 1]);
+            __m256 k[2];
+            if (ahead && (d + group + g) % per_line == 0)
+                prefetch(next[g] + d * page_tokens * size);
+            if (n_q <= 3) /* few rows of many groups: q stays in registers and K passes through */
+                for (int i = 0; i < 2; i++) {
+                    k[i] = load_kv(tile[g], d * page_tokens + column[g] + 8 * i, format);
+                    for (int j = 0; j < n_q; j++)
+                        acc[2 * (j * n_g + g) + i] = _mm256_fmadd_ps(a[j], k[i], acc[2 * (j * n_g + g) + i]);
+                }
+            else {
+                for (int i = 0; i < 2; i++)
+                    k[i] = load_kv(tile[g], d * page_tokens + column[g] + 8 * i, format);
+                for (int j = 0; j < n_q; j++)
+                    for (int i = 0; i < 2; i++)
+                        acc[2 * j + i] = _mm256_fmadd_ps(_mm256_broadcast_ss(q + j * q_stride + d), k[i], acc[2 * j + i]);
             }
         }
+    }
     for (int g = 0; g < n_g; g++) {
         const float *k_scale = (const float *)(tile[g] + pkv_tile_scales(format, head_dim, page_tokens)) + column[g];
         for (int j = 0; j < n_q; j++)
@@ -132,53 +150,68 @@ TILE void qk_tile(float *s, const float *q, const uint8_t *const *tiles, int64_t
     }
 }
 
-TILE void qk(float *s, const float *q, const uint8_t *const *tiles, int64_t n_q, int64_t n_tiles, int64_t head_dim,
-             int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale, int32_t format)
+TILE void qk(float *s, const float *q, const uint8_t *const *tiles, const uint8_t *const *ahead, int64_t n_q, int64_t n_tiles,
+             int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale, int32_t format)
 {
-#define QK(n, g) qk_tile(s + j * s_stride, q + j * q_stride, tiles, group, head_dim, page_tokens, s_stride, q_stride, scale, n, g, format)
+#define QK(n, g) qk_tile(s, q, tiles, ahead, group, head_dim, page_tokens, s_stride, q_stride, scale, n, g, format)
     const int64_t n_groups = n_tiles * (page_tokens / 16);
-    int64_t group = 0, j = 0;
-    for (; n_q == 1 && group + 4 <= n_groups; group += 4)
-        QK(1, 4);
-    for (; n_q == 2 && group + 2 <= n_groups; group += 2)
-        QK(2, 2);
-    for (; group < n_groups; group++) {
-        for (j = 0; j + 4 <= n_q; j += 4)
-            QK(4, 1);
-        if (n_q - j == 3)
-            QK(3, 1);
-        else if (n_q - j == 2)
-            QK(2, 1);
-        else if (n_q - j == 1)
-            QK(1, 1);
+    for (int64_t n_blocks = (n_q + 5) / 6; n_blocks; n_blocks--) {
+        int64_t n = (n_q + n_blocks - 1) / n_blocks, group = 0;
+        for (; n == 1 && group + 4 <= n_groups; group += 4)
+            QK(1, 4);
+        for (; n == 2 && group + 3 <= n_groups; group += 3)
+            QK(2, 3);
+        for (; n == 3 && group + 2 <= n_groups; group += 2)
+            QK(3, 2);
+        for (; group < n_groups; group++)
+            switch (n) {
+            case 1: QK(1, 1); break;
+            case 2: QK(2, 1); break;
+            case 3: QK(3, 1); break;
+            case 4: QK(4, 1); break;
+            case 5: QK(5, 1); break;
+            case 6: QK(6, 1); break;
+            }
+        s += n * s_stride, q += n * q_stride, n_q -= n, ahead = NULL;
     }
 #undef QK
 }
 
-/* n_q queries x n_d groups of 16 output lanes from lane d, n_q * n_d <= 4 */
-TILE void pv_tile(float *o, const float *p, const uint8_t *const *tiles, int64_t d, int64_t start, int64_t stop, int64_t head_dim,
-                  int64_t page_tokens, int64_t o_stride, int64_t p_stride, int n_q, int n_d, int32_t format)
+/* n_q queries x n_d groups of 16 output lanes from lane d, n_q * n_d <= 6 */
+TILE void pv_tile(float *o, const float *p, const uint8_t *const *tiles, const uint8_t *const *ahead, int64_t d, int64_t start,
+                  int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride, int n_q, int n_d,
+                  int32_t format)
 {
     const int64_t head_dim16 = pkv_round_up(head_dim, 16), v_offset = pkv_tile_v(format, head_dim, page_tokens);
     const int64_t scale_offset = pkv_tile_scales(format, head_dim, page_tokens) + 4 * page_tokens;
-    __m256 acc[8];
+    const int64_t size = pkv_kv_element_bytes(format);
+    __m256 acc[12];
     for (int j = 0; j < n_q; j++)
         for (int i = 0; i < 2 * n_d; i++)
             acc[2 * j * n_d + i] = _mm256_loadu_ps(o + j * o_stride + d + 8 * i);
     for (int64_t t = start; t < stop;) {
         int64_t slot = t % page_tokens, n = stop - t < page_tokens - slot ? stop - t : page_tokens - slot;
         const uint8_t *tile = tiles[t / page_tokens], *vt = tile + v_offset;
+        const uint8_t *next = ahead ? ahead[t / page_tokens] + v_offset : vt;
         const float *v_scale = (const float *)(tile + scale_offset);
         for (; n > 0; n--, t++, slot++) {
-            __m256 v[8];
-            for (int i = 0; i < 2 * n_d; i++)
+            __m256 a[6], v[8];
+            for (int i = 0; ahead && i < 2 * n_d; i++)
+                if (8 * i * size % 64 == 0)
+                    prefetch(next + (slot * head_dim16 + d + 8 * i) * size);
+            for (int i = 0; n_q != 3 && i < 2 * n_d; i++)
                 v[i] = load_kv(vt, slot * head_dim16 + d + 8 * i, format);
             for (int j = 0; j < n_q; j++) {
-                __m256 a = _mm256_broadcast_ss(p + j * p_stride + t);
+                a[j] = _mm256_broadcast_ss(p + j * p_stride + t);
                 if (format == PKV_KV_INT8)
-                    a = _mm256_mul_ps(a, _mm256_broadcast_ss(v_scale + slot));
-                for (int i = 0; i < 2 * n_d; i++)
-                    acc[2 * j * n_d + i] = _mm256_fmadd_ps(a, v[i], acc[2 * j * n_d + i]);
+                    a[j] = _mm256_mul_ps(a[j], _mm256_broadcast_ss(v_scale + slot));
+                for (int i = 0; n_q != 3 && i < 2 * n_d; i++)
+                    acc[2 * j * n_d + i] = _mm256_fmadd_ps(a[j], v[i], acc[2 * j * n_d + i]);
+            }
+            for (int i = 0; n_q == 3 && i < 2 * n_d; i++) { /* three rows leave no register for V: it passes through */
+                v[i] = load_kv(vt, slot * head_dim16 + d + 8 * i, format);
+                for (int j = 0; j < n_q; j++)
+                    acc[2 * j * n_d + i] = _mm256_fmadd_ps(a[j], v[i], acc[2 * j * n_d + i]);
             }
         }
     }
@@ -187,26 +220,29 @@ TILE void pv_tile(float *o, const float *p, const uint8_t *const *tiles, int64_t
             _mm256_storeu_ps(o + j * o_stride + d + 8 * i, acc[2 * j * n_d + i]);
 }
 
-TILE void pv(float *o, const float *p, const uint8_t *const *tiles, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim,
-             int64_t page_tokens, int64_t o_stride, int64_t p_stride, int32_t format)
+TILE void pv(float *o, const float *p, const uint8_t *const *tiles, const uint8_t *const *ahead, int64_t n_q, int64_t start,
+             int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride, int32_t format)
 {
-#define PV(n, g) \
-    pv_tile(o + j * o_stride, p + j * p_stride, tiles, d, start, stop, head_dim, page_tokens, o_stride, p_stride, n, g, format)
+#define PV(n, g) pv_tile(o, p, tiles, ahead, d, start, stop, head_dim, page_tokens, o_stride, p_stride, n, g, format)
     const int64_t head_dim16 = pkv_round_up(head_dim, 16);
-    int64_t j = 0, d = 0;
-    for (; n_q == 1 && d + 64 <= head_dim16; d += 64)
-        PV(1, 4);
-    for (; n_q == 2 && d + 32 <= head_dim16; d += 32)
-        PV(2, 2);
-    for (; d < head_dim16; d += 16) {
-        for (j = 0; j + 4 <= n_q; j += 4)
-            PV(4, 1);
-        if (n_q - j == 3)
-            PV(3, 1);
-        else if (n_q - j == 2)
-            PV(2, 1);
-        else if (n_q - j == 1)
-            PV(1, 1);
+    for (int64_t n_blocks = (n_q + 5) / 6; n_blocks; n_blocks--) {
+        int64_t n = (n_q + n_blocks - 1) / n_blocks, d = 0;
+        for (; n == 1 && d + 64 <= head_dim16; d += 64)
+            PV(1, 4);
+        for (; n == 2 && d + 32 <= head_dim16; d += 32)
+            PV(2, 2);
+        for (; n == 3 && d + 32 <= head_dim16; d += 32)
+            PV(3, 2);
+        for (; d < head_dim16; d += 16)
+            switch (n) {
+            case 1: PV(1, 1); break;
+            case 2: PV(2, 1); break;
+            case 3: PV(3, 1); break;
+            case 4: PV(4, 1); break;
+            case 5: PV(5, 1); break;
+            case 6: PV(6, 1); break;
+            }
+        o += n * o_stride, p += n * p_stride, n_q -= n, ahead = NULL;
     }
 #undef PV
 }
@@ -217,15 +253,17 @@ TILE void pv(float *o, const float *p, const uint8_t *const *tiles, int64_t n_q,
     {                                                                                                                               \
         kv_read(k, v, tile, slot0, n, head_dim, page_tokens, out_stride, format);                                                   \
     }                                                                                                                               \
-    static void qk_##name(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,            \
-                          int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)  \
+    static void qk_##name(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles,                         \
+                          const uint8_t *const *restrict ahead, int64_t n_q, int64_t n_tiles, int64_t head_dim,                     \
+                          int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)                                     \
     {                                                                                                                               \
-        qk(s, q, tiles, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale, format);                                    \
+        qk(s, q, tiles, ahead, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale, format);                                    \
     }                                                                                                                               \
-    static void pv_##name(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,            \
-                          int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)   \
+    static void pv_##name(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles,                         \
+                          const uint8_t *const *restrict ahead, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim,         \
+                          int64_t page_tokens, int64_t o_stride, int64_t p_stride)                                                  \
     {                                                                                                                               \
-        pv(o, p, tiles, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride, format);                                       \
+        pv(o, p, tiles, ahead, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride, format);                                       \
     }
 FORMAT(f32, PKV_KV_F32)
 FORMAT(f16, PKV_KV_F16)

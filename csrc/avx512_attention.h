@@ -79,73 +79,92 @@ INLINE void kv_read(const int format, float *restrict k, float *restrict v, cons
     }
 }
 
-/* Q rows of q against C groups of 16 tokens; group[c] points at the first K row of its tokens. */
-INLINE void qk_block(const int format, const int Q, const int C, __m512 acc[6][8], const float *restrict q, const uint8_t *const *group,
-                     int64_t head_dim, int64_t row_bytes, int64_t q_stride)
+/* One 64-byte line of the tiles that come next. A few per step keep memory busy while the step computes; a burst would stall it. */
+INLINE void prefetch(const uint8_t *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }
+
+/* Q rows of q against C groups of 16 tokens, from group g on. */
+INLINE void qk_block(const int format, const int Q, const int C, float *restrict s, const float *restrict q,
+                     const uint8_t *const *restrict tiles, const uint8_t *const *restrict ahead, int64_t g, int64_t head_dim,
+                     int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)
 {
-    UNROLL for (int j = 0; j < Q; j++)
-        UNROLL for (int c = 0; c < C; c++)
+    const int64_t size = pkv_kv_element_bytes(format), row_bytes = page_tokens * size, per_tile = page_tokens / 16;
+    const int64_t scales_at = pkv_tile_scales(format, head_dim, page_tokens);
+    const int per_line = format == PKV_KV_F32 ? 1 : format == PKV_KV_F16 ? 2 : 4; /* groups of one row, or rows of one group */
+    const uint8_t *group[8], *next[8];
+    const float *k_scale[8];
+    __m512 acc[6][8];
+    UNROLL for (int c = 0; c < C; c++) {
+        int64_t i = (g + c) / per_tile, column = (g + c) % per_tile * 16;
+        group[c] = tiles[i] + column * size;
+        next[c] = ahead ? ahead[i] + column * size : NULL;
+        k_scale[c] = (const float *)(tiles[i] + scales_at) + column;
+        UNROLL for (int j = 0; j < Q; j++)
             acc[j][c] = _mm512_setzero_ps();
+    }
     for (int64_t d = 0; d < head_dim; d++) {
         __m512 k[8];
-        UNROLL for (int c = 0; c < C; c++)
+        UNROLL for (int c = 0; c < C; c++) {
             k[c] = widen(format, group[c] + d * row_bytes);
+            if (ahead && (d + c) % per_line == 0)
+                prefetch(next[c] + d * row_bytes);
+        }
         UNROLL for (int j = 0; j < Q; j++) {
             __m512 x = _mm512_set1_ps(q[j * q_stride + d]);
             UNROLL for (int c = 0; c < C; c++)
                 acc[j][c] = _mm512_fmadd_ps(x, k[c], acc[j][c]);
         }
     }
-}
-
-/* Q rows of q against every tile. A last block of fewer than C groups repeats its last group and stores it once. */
-INLINE void qk_rows(const int format, const int Q, float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles,
-                    int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)
-{
-    const int C = Q <= 2 ? 8 : 4;
-    const int64_t size = pkv_kv_element_bytes(format), per_tile = page_tokens / 16, n_groups = n_tiles * per_tile;
-    const int64_t scales_at = pkv_tile_scales(format, head_dim, page_tokens);
-    for (int64_t g = 0; g < n_groups; g += C) {
-        const uint8_t *group[8];
-        const float *k_scale[8];
-        __m512 acc[6][8];
+    UNROLL for (int j = 0; j < Q; j++)
         UNROLL for (int c = 0; c < C; c++) {
-            int64_t at = g + c < n_groups ? g + c : n_groups - 1;
-            group[c] = tiles[at / per_tile] + at % per_tile * 16 * size;
-            k_scale[c] = (const float *)(tiles[at / per_tile] + scales_at) + at % per_tile * 16;
+            if (format == PKV_KV_INT8)
+                acc[j][c] = _mm512_mul_ps(acc[j][c], _mm512_loadu_ps(k_scale[c]));
+            _mm512_storeu_ps(s + j * s_stride + 16 * (g + c), _mm512_mul_ps(acc[j][c], _mm512_set1_ps(scale)));
         }
-        qk_block(format, Q, C, acc, q, group, head_dim, page_tokens * size, q_stride);
-        UNROLL for (int j = 0; j < Q; j++)
-            UNROLL for (int c = 0; c < C; c++)
-                if (g + c < n_groups) {
-                    if (format == PKV_KV_INT8)
-                        acc[j][c] = _mm512_mul_ps(acc[j][c], _mm512_loadu_ps(k_scale[c]));
-                    _mm512_storeu_ps(s + j * s_stride + 16 * (g + c), _mm512_mul_ps(acc[j][c], _mm512_set1_ps(scale)));
-                }
-    }
 }
 
-INLINE void qk(const int format, float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,
-               int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)
+/* Q rows of q against every tile. */
+INLINE void qk_rows(const int format, const int Q, float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles,
+                    const uint8_t *const *restrict ahead, int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride,
+                    int64_t q_stride, float scale)
+{
+#define GROUPS(C) qk_block(format, Q, C, s, q, tiles, ahead, g, head_dim, page_tokens, s_stride, q_stride, scale)
+    const int64_t n_groups = n_tiles * (page_tokens / 16);
+    int64_t g = 0;
+    if (Q <= 2)
+        for (; g + 8 <= n_groups; g += 8)
+            GROUPS(8);
+    for (; g + 4 <= n_groups; g += 4)
+        GROUPS(4);
+    switch (n_groups - g) {
+    case 1: GROUPS(1); break;
+    case 2: GROUPS(2); break;
+    case 3: GROUPS(3); break;
+    }
+#undef GROUPS
+}
+
+INLINE void qk(const int format, float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles,
+               const uint8_t *const *restrict ahead, int64_t n_q, int64_t n_tiles, int64_t head_dim, int64_t page_tokens,
+               int64_t s_stride, int64_t q_stride, float scale)
 {
     for (int64_t n_blocks = (n_q + 5) / 6; n_blocks; n_blocks--) {
         int64_t n = (n_q + n_blocks - 1) / n_blocks;
         switch (n) {
-        case 1: qk_rows(format, 1, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
-        case 2: qk_rows(format, 2, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
-        case 3: qk_rows(format, 3, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
-        case 4: qk_rows(format, 4, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
-        case 5: qk_rows(format, 5, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
-        case 6: qk_rows(format, 6, s, q, tiles, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 1: qk_rows(format, 1, s, q, tiles, ahead, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 2: qk_rows(format, 2, s, q, tiles, ahead, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 3: qk_rows(format, 3, s, q, tiles, ahead, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 4: qk_rows(format, 4, s, q, tiles, ahead, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 5: qk_rows(format, 5, s, q, tiles, ahead, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
+        case 6: qk_rows(format, 6, s, q, tiles, ahead, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale); break;
         }
-        s += n * s_stride, q += n * q_stride, n_q -= n;
+        s += n * s_stride, q += n * q_stride, n_q -= n, ahead = NULL;
     }
 }
 
 /* Q rows of p against D groups of 16 values of head_dim, in registers over all tokens. */
 INLINE void pv_block(const int format, const int Q, const int D, float *restrict o, const float *restrict p,
-                     const uint8_t *const *restrict tiles, int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens,
-                     int64_t o_stride, int64_t p_stride, int64_t d0)
+                     const uint8_t *const *restrict tiles, const uint8_t *const *restrict ahead, int64_t start, int64_t stop,
+                     int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride, int64_t d0)
 {
     const int64_t size = pkv_kv_element_bytes(format), row_bytes = pkv_round_up(head_dim, 16) * size;
     const int64_t v_at = pkv_tile_v(format, head_dim, page_tokens) + d0 * size;
@@ -157,10 +176,15 @@ INLINE void pv_block(const int format, const int Q, const int D, float *restrict
     for (int64_t t = start; t < stop;) {
         int64_t i = t / page_tokens, slot = t - i * page_tokens, end = stop - t + slot < page_tokens ? stop - t + slot : page_tokens;
         const uint8_t *row = tiles[i] + v_at + slot * row_bytes;
+        const uint8_t *next = ahead ? ahead[i] + v_at + slot * row_bytes : row;
         const float *v_scale = (const float *)(tiles[i] + scales_at);
         for (; slot < end; slot++, t++, row += row_bytes) {
-            UNROLL for (int d = 0; d < D; d++)
+            UNROLL for (int d = 0; d < D; d++) {
                 v[d] = widen(format, row + 16 * d * size);
+                if (ahead && 16 * d * size % 64 == 0)
+                    prefetch(next + 16 * d * size);
+            }
+            next += row_bytes;
             UNROLL for (int j = 0; j < Q; j++) {
                 float pt = p[j * p_stride + t];
                 __m512 x = _mm512_set1_ps(format == PKV_KV_INT8 ? pt * v_scale[slot] : pt);
@@ -175,34 +199,36 @@ INLINE void pv_block(const int format, const int Q, const int D, float *restrict
 }
 
 INLINE void pv_rows(const int format, const int Q, float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles,
-                    int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)
+                    const uint8_t *const *restrict ahead, int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens,
+                    int64_t o_stride, int64_t p_stride)
 {
     int64_t d = 0;
     if (Q <= 2)
         for (; d + 128 <= head_dim + 15; d += 128)
-            pv_block(format, Q, 8, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+            pv_block(format, Q, 8, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
     for (; d + 64 <= head_dim + 15; d += 64)
-        pv_block(format, Q, 4, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+        pv_block(format, Q, 4, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
     for (; d + 32 <= head_dim + 15; d += 32)
-        pv_block(format, Q, 2, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+        pv_block(format, Q, 2, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
     if (d < head_dim)
-        pv_block(format, Q, 1, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
+        pv_block(format, Q, 1, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride, d);
 }
 
-INLINE void pv(const int format, float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,
-               int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)
+INLINE void pv(const int format, float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles,
+               const uint8_t *const *restrict ahead, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens,
+               int64_t o_stride, int64_t p_stride)
 {
     for (int64_t n_blocks = (n_q + 5) / 6; n_blocks; n_blocks--) {
         int64_t n = (n_q + n_blocks - 1) / n_blocks;
         switch (n) {
-        case 1: pv_rows(format, 1, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
-        case 2: pv_rows(format, 2, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
-        case 3: pv_rows(format, 3, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
-        case 4: pv_rows(format, 4, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
-        case 5: pv_rows(format, 5, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
-        case 6: pv_rows(format, 6, o, p, tiles, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 1: pv_rows(format, 1, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 2: pv_rows(format, 2, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 3: pv_rows(format, 3, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 4: pv_rows(format, 4, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 5: pv_rows(format, 5, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
+        case 6: pv_rows(format, 6, o, p, tiles, ahead, start, stop, head_dim, page_tokens, o_stride, p_stride); break;
         }
-        o += n * o_stride, p += n * p_stride, n_q -= n;
+        o += n * o_stride, p += n * p_stride, n_q -= n, ahead = NULL;
     }
 }
 
@@ -212,17 +238,17 @@ INLINE void pv(const int format, float *restrict o, const float *restrict p, con
     {                                                                                                                              \
         kv_read(format, k, v, tile, slot0, n, head_dim, page_tokens, out_stride);                                                  \
     }                                                                                                                              \
-    void pkv_qk_##name##_avx512(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,     \
-                                int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride,        \
-                                float scale)                                                                                       \
+    void pkv_qk_##name##_avx512(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles,                  \
+                                const uint8_t *const *restrict ahead, int64_t n_q, int64_t n_tiles, int64_t head_dim,              \
+                                int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)                              \
     {                                                                                                                              \
-        qk(format, s, q, tiles, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale);                                   \
+        qk(format, s, q, tiles, ahead, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale);                            \
     }                                                                                                                              \
-    void pkv_pv_##name##_avx512(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,     \
-                                int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride,              \
-                                int64_t p_stride)                                                                                  \
+    void pkv_pv_##name##_avx512(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles,                  \
+                                const uint8_t *const *restrict ahead, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim,  \
+                                int64_t page_tokens, int64_t o_stride, int64_t p_stride)                                           \
     {                                                                                                                              \
-        pv(format, o, p, tiles, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride);                                      \
+        pv(format, o, p, tiles, ahead, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride);                               \
     }
 FORMAT(f32, PKV_KV_F32)
 FORMAT(f16, PKV_KV_F16)

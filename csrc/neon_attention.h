@@ -211,14 +211,18 @@ TILE void pv(float *o, const float *p, const uint8_t *const *tiles, int64_t n_q,
     {                                                                                                                               \
         kv_read(k, v, tile, slot0, n, head_dim, page_tokens, out_stride, format);                                                   \
     }                                                                                                                               \
-    static void qk_##name(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles, int64_t n_q,            \
-                          int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)  \
+    static void qk_##name(float *restrict s, const float *restrict q, const uint8_t *const *restrict tiles,                         \
+                          const uint8_t *const *restrict ahead, int64_t n_q, int64_t n_tiles, int64_t head_dim,                     \
+                          int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale)                                     \
     {                                                                                                                               \
+        (void)ahead;                                                                                                                \
         qk(s, q, tiles, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride, scale, format);                                    \
     }                                                                                                                               \
-    static void pv_##name(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles, int64_t n_q,            \
-                          int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride)   \
+    static void pv_##name(float *restrict o, const float *restrict p, const uint8_t *const *restrict tiles,                         \
+                          const uint8_t *const *restrict ahead, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim,         \
+                          int64_t page_tokens, int64_t o_stride, int64_t p_stride)                                                  \
     {                                                                                                                               \
+        (void)ahead;                                                                                                                \
         pv(o, p, tiles, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride, format);                                       \
     }
 FORMAT(f32, PKV_KV_F32)

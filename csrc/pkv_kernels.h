@@ -133,10 +133,12 @@ typedef void pkv_kv_read_fn(float *restrict k,            /* [n, head_dim] */
                             const uint8_t *restrict tile,
                             int64_t slot0, int64_t n, int64_t head_dim, int64_t page_tokens, int64_t out_stride);
 
-/* s[j][page_tokens*i + c] = scale * (q[j] . K[:, c] of tile i); slots never written give values to be masked. */
+/* s[j][page_tokens*i + c] = scale * (q[j] . K[:, c] of tile i); slots never written give values to be masked.
+ * ahead, here and in pv: NULL, or as many tiles as there are in tiles, which the caller reads next: they may be prefetched meanwhile. */
 typedef void pkv_qk_fn(float *restrict s,                 /* [n_q, n_tiles*page_tokens] */
                        const float *restrict q,           /* [n_q, head_dim] */
                        const uint8_t *const *restrict tiles, /* [n_tiles] */
+                       const uint8_t *const *restrict ahead,
                        int64_t n_q, int64_t n_tiles, int64_t head_dim, int64_t page_tokens,
                        int64_t s_stride, int64_t q_stride, float scale);
 
@@ -144,6 +146,7 @@ typedef void pkv_qk_fn(float *restrict s,                 /* [n_q, n_tiles*page_
 typedef void pkv_pv_fn(float *restrict o,                 /* [n_q, head_dim16], accumulated into */
                        const float *restrict p,           /* [n_q, >= stop] */
                        const uint8_t *const *restrict tiles,
+                       const uint8_t *const *restrict ahead,
                        int64_t n_q, int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens,
                        int64_t o_stride, int64_t p_stride);
 

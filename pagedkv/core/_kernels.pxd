@@ -44,10 +44,12 @@ cdef extern from "pkv_kernels.h" nogil:
                                   int64_t page_tokens) noexcept nogil
     ctypedef void pkv_kv_read_fn(float *k, float *v, const uint8_t *tile, int64_t slot0, int64_t n, int64_t head_dim,
                                  int64_t page_tokens, int64_t out_stride) noexcept nogil
-    ctypedef void pkv_qk_fn(float *s, const float *q, const uint8_t *const *tiles, int64_t n_q, int64_t n_tiles, int64_t head_dim,
-                            int64_t page_tokens, int64_t s_stride, int64_t q_stride, float scale) noexcept nogil
-    ctypedef void pkv_pv_fn(float *o, const float *p, const uint8_t *const *tiles, int64_t n_q, int64_t start, int64_t stop,
-                            int64_t head_dim, int64_t page_tokens, int64_t o_stride, int64_t p_stride) noexcept nogil
+    ctypedef void pkv_qk_fn(float *s, const float *q, const uint8_t *const *tiles, const uint8_t *const *ahead, int64_t n_q,
+                            int64_t n_tiles, int64_t head_dim, int64_t page_tokens, int64_t s_stride, int64_t q_stride,
+                            float scale) noexcept nogil
+    ctypedef void pkv_pv_fn(float *o, const float *p, const uint8_t *const *tiles, const uint8_t *const *ahead, int64_t n_q,
+                            int64_t start, int64_t stop, int64_t head_dim, int64_t page_tokens, int64_t o_stride,
+                            int64_t p_stride) noexcept nogil
 
     ctypedef struct pkv_kernels:
         const char *name

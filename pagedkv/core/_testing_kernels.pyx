@@ -100,21 +100,22 @@ def kv_read(str isa, str format, size_t k, size_t v, size_t tile, int64_t slot0,
 
 
 def qk(str isa, str format, size_t s, size_t q, size_t tiles, int64_t n_q, int64_t n_tiles, int64_t head_dim, int64_t page_tokens,
-       int64_t s_stride, int64_t q_stride, float scale, int64_t n_calls=1):
-    """`tiles`: address of an array of tile addresses, here and in pv."""
+       int64_t s_stride, int64_t q_stride, float scale, int64_t n_calls=1, size_t ahead=0):
+    """`tiles`, `ahead`: addresses of arrays of tile addresses, here and in pv; no `ahead` when 0."""
     cdef pkv_qk_fn *fn = find(isa).qk[<int>KV_FORMATS.index(format)]
     cdef int64_t i
     for i in range(n_calls):
-        fn(<float *>s, <const float *>q, <const uint8_t *const *>tiles, n_q, n_tiles, head_dim, page_tokens, s_stride, q_stride,
-           scale)
+        fn(<float *>s, <const float *>q, <const uint8_t *const *>tiles, <const uint8_t *const *>ahead, n_q, n_tiles, head_dim,
+           page_tokens, s_stride, q_stride, scale)
 
 
 def pv(str isa, str format, size_t o, size_t p, size_t tiles, int64_t n_q, int64_t start, int64_t stop, int64_t head_dim,
-       int64_t page_tokens, int64_t o_stride, int64_t p_stride, int64_t n_calls=1):
+       int64_t page_tokens, int64_t o_stride, int64_t p_stride, int64_t n_calls=1, size_t ahead=0):
     cdef pkv_pv_fn *fn = find(isa).pv[<int>KV_FORMATS.index(format)]
     cdef int64_t i
     for i in range(n_calls):
-        fn(<float *>o, <const float *>p, <const uint8_t *const *>tiles, n_q, start, stop, head_dim, page_tokens, o_stride, p_stride)
+        fn(<float *>o, <const float *>p, <const uint8_t *const *>tiles, <const uint8_t *const *>ahead, n_q, start, stop, head_dim,
+           page_tokens, o_stride, p_stride)
 
 
 def softmax(str isa, size_t y, size_t x, int64_t n, float m, float inv_t, int64_t n_calls=1) -> float:

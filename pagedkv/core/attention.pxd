@@ -65,6 +65,6 @@ cdef void plan_release(attention_plan *p) noexcept nogil
 cdef void attention_worker(void *arg, int thread, int n_threads) noexcept nogil
 
 cdef void attend(float *out, const float *q, const attention_view *v, const attention_plan *p, int64_t layer, int64_t out_stride,
-                 int64_t q_stride, act_buffer *quantised, float *scratch, int64_t *counter) noexcept nogil
+                 int64_t q_stride, act_buffer *quantised, float *scratch, int64_t *counter, int n_threads) noexcept nogil
 cdef void attend_merge(float *out, const attention_view *v, const attention_plan *p, int64_t out_stride, act_buffer *quantised,
                        int64_t *counter) noexcept nogil

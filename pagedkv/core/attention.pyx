@@ -58,12 +58,12 @@ cdef void find_tiles(const uint8_t **tiles, const attention_view *v, const uint3
         tiles[i] = kv_tile(v, table[base // v.page_tokens + i], layer, kv_head)
 
 
-cdef void scores(float *s, const float *queries, const attention_view *v, const uint8_t **tiles, int64_t rows, int64_t start,
-                 int64_t stop) noexcept nogil:
+cdef void scores(float *s, const float *queries, const attention_view *v, const uint8_t **tiles, const uint8_t **ahead, int64_t rows,
+                 int64_t start, int64_t stop) noexcept nogil:
     """Raw scores of the tokens [start, stop) of a split, and of whatever else lies on their pages."""
     cdef int64_t first = start // v.page_tokens
-    kern.qk[v.format](s + first * v.page_tokens, queries, tiles + first, rows, (stop + v.page_tokens - 1) // v.page_tokens - first,
-                      v.head_dim, v.page_tokens, SPLIT, v.head_dim, v.scale)
+    kern.qk[v.format](s + first * v.page_tokens, queries, tiles + first, ahead + first if ahead != NULL else NULL, rows,
+                      (stop + v.page_tokens - 1) // v.page_tokens - first, v.head_dim, v.page_tokens, SPLIT, v.head_dim, v.scale)
 
 
 cdef void weigh(float *s, float *m, float *l, const attention_view *v, int64_t start, int64_t stop) noexcept nogil:
@@ -87,7 +87,8 @@ cdef void finish(float *out, float *o, float l, const attention_view *v) noexcep
 
 
 cdef void attend_tile(float *out, const float *q, const attention_view *v, const uint32_t *table, int64_t layer, int64_t kv_head,
-                      int64_t position, int64_t n_tokens, int64_t out_stride, int64_t q_stride, float *scratch) noexcept nogil:
+                      int64_t position, int64_t n_tokens, int64_t out_stride, int64_t q_stride, const uint8_t **ahead,
+                      float *scratch) noexcept nogil:
     """All query heads of one KV head for n_tokens consecutive tokens, the first at `position`; out and q point at the first one's."""
     cdef int64_t group = v.group
     cdef int64_t dim = v.head_dim
@@ -113,7 +114,7 @@ cdef void attend_tile(float *out, const float *q, const attention_view *v, const
     while base <= last:
         stop = min(last + 1 - base, <int64_t>SPLIT)
         find_tiles(tiles, v, table, base, stop, layer, kv_head)
-        scores(s, queries, v, tiles, rows, max(first_visible(v, position) - base, <int64_t>0), stop)
+        scores(s, queries, v, tiles, ahead, rows, max(first_visible(v, position) - base, <int64_t>0), stop)
         # V of the tokens every row sees is read once for all rows; what a row sees before and after goes row by row, in order.
         common_start = max(first_visible(v, last) - base, <int64_t>0)
         common_stop = min(position + 1 - base, <int64_t>SPLIT)
@@ -127,10 +128,10 @@ cdef void attend_tile(float *out, const float *q, const attention_view *v, const
                 for j in range(t * group, (t + 1) * group):
                     weigh(s + j * SPLIT, m2 + j, l2 + j, v, start, stop)
                 if start < common_start:
-                    kern.pv[v.format](target + t * group * dim16, s + t * group * SPLIT, tiles, group, start, common_start, dim,
+                    kern.pv[v.format](target + t * group * dim16, s + t * group * SPLIT, tiles, NULL, group, start, common_start, dim,
                                       v.page_tokens, dim16, SPLIT)
         if common_start < common_stop:
-            kern.pv[v.format](target, s, tiles, rows, common_start, common_stop, dim, v.page_tokens, dim16, SPLIT)
+            kern.pv[v.format](target, s, tiles, ahead, rows, common_start, common_stop, dim, v.page_tokens, dim16, SPLIT)
         for t in range(n_tokens):
             start = max(first_visible(v, position + t) - base, <int64_t>0)
             stop = min(position + t + 1 - base, <int64_t>SPLIT)
@@ -138,7 +139,7 @@ cdef void attend_tile(float *out, const float *q, const attention_view *v, const
                 continue
             start = common_stop if common_start < common_stop else start
             if start < stop:
-                kern.pv[v.format](target + t * group * dim16, s + t * group * SPLIT, tiles, group, start, stop, dim, v.page_tokens,
+                kern.pv[v.format](target + t * group * dim16, s + t * group * SPLIT, tiles, NULL, group, start, stop, dim, v.page_tokens,
                                   dim16, SPLIT)
             for j in range(t * group, (t + 1) * group):
                 if l[j] != 0:
@@ -166,7 +167,7 @@ cdef float *partial(const attention_plan *p, const attention_view *v, const atte
 
 
 cdef void attend_split(const float *q, const attention_view *v, const attention_plan *p, const attention_unit *u, int64_t layer,
-                       int64_t kv_head, int64_t q_stride, float *scratch) noexcept nogil:
+                       int64_t kv_head, int64_t q_stride, const uint8_t **ahead, float *scratch) noexcept nogil:
     """One split of one KV head for the queries of all members, whose pages there are the same."""
     cdef int64_t group = v.group
     cdef int64_t dim = v.head_dim
@@ -190,11 +191,12 @@ cdef void attend_split(const float *q, const attention_view *v, const attention_
         for i in range(n):
             span = &p.spans[p.members[u.first + done + i]]
             memcpy(queries + i * group * dim, q + span.row * q_stride + kv_head * group * dim, group * dim * sizeof(float))
-        scores(s, queries, v, tiles, n * group, start, stop)
+        scores(s, queries, v, tiles, ahead, n * group, start, stop)
         memset(o, 0, n * group * dim16 * sizeof(float))
         for j in range(n * group):
             weigh(s + j * SPLIT, m + j, l + j, v, start, stop)
-        kern.pv[v.format](o, s, tiles, n * group, start, stop, dim, v.page_tokens, dim16, SPLIT)
+        kern.pv[v.format](o, s, tiles, ahead, n * group, start, stop, dim, v.page_tokens, dim16, SPLIT)
+        ahead = NULL
         for i in range(n):
             result = partial(p, v, &p.spans[p.members[u.first + done + i]], u.split, kv_head)
             for j in range(i * group, (i + 1) * group):
@@ -324,9 +326,30 @@ cdef void plan_release(attention_plan *p) noexcept nogil:
 
 # --- the passes --------------------------------------------------------------------------------------------------------
 
+cdef const uint8_t **tiles_of_unit(const uint8_t **tiles, const attention_view *v, const attention_plan *p, int64_t layer,
+                                   int64_t i) noexcept nogil:
+    """The MAX_TILES tiles, the last one repeated, of head i % n_kv_heads in the first split of unit i // n_kv_heads; NULL past the end."""
+    if i >= p.n_units * v.n_kv_heads:
+        return NULL
+    cdef const attention_unit *u = &p.units[i // v.n_kv_heads]
+    cdef const attention_span *s = &p.spans[u.first if u.split < 0 else p.members[u.first]]
+    cdef int64_t base = (first_split(v, s.position + u.token) if u.split < 0 else u.split) * SPLIT
+    cdef int64_t last = s.position + (u.token + u.n - 1 if u.split < 0 else 0)
+    cdef int64_t n_tokens = min(last + 1 - base, <int64_t>SPLIT)
+    cdef int64_t n = (n_tokens + v.page_tokens - 1) // v.page_tokens
+    find_tiles(tiles, v, s.table, base, n_tokens, layer, i % v.n_kv_heads)
+    while n < MAX_TILES:
+        tiles[n] = tiles[n - 1]
+        n += 1
+    return tiles
+
+
 cdef void attend(float *out, const float *q, const attention_view *v, const attention_plan *p, int64_t layer, int64_t out_stride,
-                 int64_t q_stride, act_buffer *quantised, float *scratch, int64_t *counter) noexcept nogil:
-    """First pass, shared by the threads that call it with one zeroed counter.
+                 int64_t q_stride, act_buffer *quantised, float *scratch, int64_t *counter, int n_threads) noexcept nogil:
+    """First pass, shared by the n_threads threads that call it with one zeroed counter.
+
+    A single query reads more than it computes, so while a unit is worked on, the pages of the one this thread claims next (if all are as
+    fast as it is) are prefetched.
 
     out, q       row r at r * stride: [n_kv_heads * group, head_dim]
     quantised    NULL, or the buffer `out` lies in: a finished slice of heads, a multiple of 32 wide, is quantised at once
@@ -339,16 +362,19 @@ cdef void attend(float *out, const float *q, const attention_view *v, const atte
     cdef int64_t kv_head, row, t
     cdef const attention_unit *u
     cdef const attention_span *s
+    cdef const uint8_t *tiles[MAX_TILES]
+    cdef const uint8_t **ahead
     while i < n_units:
         u = &p.units[i // v.n_kv_heads]
         kv_head = i % v.n_kv_heads
+        ahead = tiles_of_unit(tiles, v, p, layer, i + n_threads) if u.split >= 0 or u.n == 1 else NULL
         if u.split >= 0:
-            attend_split(q, v, p, u, layer, kv_head, q_stride, scratch)
+            attend_split(q, v, p, u, layer, kv_head, q_stride, ahead, scratch)
         else:
             s = &p.spans[u.first]
             row = s.row + u.token
             attend_tile(out + row * out_stride + kv_head * width, q + row * q_stride + kv_head * width, v, s.table, layer, kv_head,
-                        s.position + u.token, u.n, out_stride, q_stride, scratch)
+                        s.position + u.token, u.n, out_stride, q_stride, ahead, scratch)
             if quantised != NULL:
                 for t in range(row, row + u.n):
                     act_quantise(quantised, t, kv_head * width, (kv_head + 1) * width)
@@ -386,7 +412,7 @@ cdef void attention_worker(void *arg, int thread, int n_threads) noexcept nogil:
     cdef attention_job *job = <attention_job *>arg
     cdef int64_t stride = job.v.n_kv_heads * job.v.group * job.v.head_dim
     attend(job.out, job.q, job.v, &job.plan, job.layer, stride, stride, NULL, job.scratch + thread * scratch_floats(job.v),
-           &job.counters[0])
+           &job.counters[0], n_threads)
     if job.plan.n_merged:
         if n_threads > 1:
             pool_barrier(job.pool)

@@ -96,7 +96,8 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
         rope_and_store(b, layer, scratch, counter + 4, n_threads)
         done(b, OP_ROPE, thread, &since)
         slices = &b.attended if is_quantised(w.o) and width % 32 == 0 and not b.attended.wide else NULL
-        attend(b.attended.x, b.qkv, &a.view, &a.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5)
+        attend(b.attended.x, b.qkv, &a.view, &a.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5,
+               n_threads)
         if a.plan.n_merged:
             pool_barrier(b.pool)
             attend_merge(b.attended.x, &a.view, &a.plan, b.attended.act.x_stride, slices, counter + 6)

@@ -366,7 +366,7 @@ static void run_qk(const pkv_kernels *k, int format, sha256 *s)
         for (int64_t i = 0; i < n_tiles; i++)
             tiles[i] = make_tile(format, t, c % N_STYLES);
         float *q = floats((n_q - 1) * q_stride + t.head_dim, c / 2 % N_STYLES), *out = floats(n_q * (n + 3) - 3, PLAIN);
-        k->qk[format](out, q, tiles, n_q, n_tiles, t.head_dim, t.page_tokens, n + 3, q_stride, 0.125f + (float)c);
+        k->qk[format](out, q, tiles, c % 2 ? tiles : NULL, n_q, n_tiles, t.head_dim, t.page_tokens, n + 3, q_stride, 0.125f + (float)c);
         hash_floats(s, out, n_q * (n + 3) - 3);
     }
 }
@@ -381,7 +381,7 @@ static void run_pv(const pkv_kernels *k, int format, sha256 *s)
         for (int64_t i = 0; i < n_tiles; i++)
             tiles[i] = make_tile(format, t, c % N_STYLES);
         float *p = floats((n_q - 1) * p_stride + stop, c / 2 % N_STYLES), *o = floats((n_q - 1) * stride + head_dim16, PLAIN);
-        k->pv[format](o, p, tiles, n_q, start, stop, t.head_dim, t.page_tokens, stride, p_stride);
+        k->pv[format](o, p, tiles, c % 2 ? tiles : NULL, n_q, start, stop, t.head_dim, t.page_tokens, stride, p_stride);
         hash_floats(s, o, (n_q - 1) * stride + head_dim16);
     }
 }

@@ -209,6 +209,8 @@ class Tiles:
         empty = np.full(kernels.tile_layout(format_name, *self.shape)[2], 0xFF, np.uint8)
         self.tiles = [case.place(empty, 64) for _ in range(self.n_tiles)]
         self.pointers = np.array([address(tile) for tile in self.tiles], np.uintp)
+        self.coming = self.pointers[::-1].copy()
+        self.ahead = address(self.coming) if case.size(0, 1) else 0
         for t in range(self.n_written):
             k, v = case.floats(self.head_dim), case.floats(self.head_dim)
             i, slot = divmod(t, self.page_tokens)
@@ -252,7 +254,7 @@ def test_qk(case, seed, isa, format_name):
     check_kernel(
         case, seed, isa, [case.floats(n_q, s_stride)],
         lambda name, s: kernels.qk(name, format_name, s, address(q), address(tiles.pointers), n_q, tiles.n_tiles,
-                                   *tiles.shape, s_stride, q_stride, 0.17),
+                                   *tiles.shape, s_stride, q_stride, 0.17, ahead=tiles.ahead),
     )
 
 
@@ -266,7 +268,7 @@ def test_pv(case, seed, isa, format_name):
     check_kernel(
         case, seed, isa, [case.floats(n_q, o_stride)],
         lambda name, o: kernels.pv(name, format_name, o, address(p), address(tiles.pointers), n_q, start, stop,
-                                   *tiles.shape, o_stride, p_stride),
+                                   *tiles.shape, o_stride, p_stride, ahead=tiles.ahead),
     )
 
 
