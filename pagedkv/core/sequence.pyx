@@ -211,7 +211,7 @@ cdef int64_t pkv_seq_share_pages(pkv_seq *s, const uint32_t *pages, int64_t n) n
             break
         meta[i].refcount = refcount + 1
         k += 1
-    if result == 0:
+    if result == 0 and n:  # no memcpy from NULL, even of nothing
         memcpy(s.page_indices + s.n_pages_used, pages, n * sizeof(uint32_t))
         s.n_pages_used += n
     while result and k > 0:
