@@ -121,17 +121,19 @@ def processor_time(pid: int) -> float:
 @contextmanager
 def server(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
     """(port, process id) of `pagedkv serve` with the options' settings."""
-    command = [sys.executable, "-m", "pagedkv", "serve", "--model", options.model, "--port", "0"]
+    command = [sys.executable, "-P", "-m", "pagedkv", "serve", "--model", options.model, "--port", "0"]
     settings = {"--max-num-seqs": options.streams, "--kv-pages": pages(options), "--threads": options.threads}
     command += [str(word) for pair in settings.items() if pair[1] is not None for word in pair]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
+        said = []
         for line in process.stderr:
+            said.append(line)
             if "serving" in line:
                 yield int(line.split(" (")[0].rsplit(":", 1)[1]), process.pid
                 return
-        raise RuntimeError("the server did not start")
+        raise RuntimeError(f"the server did not start: {''.join(said).strip()}")
     finally:
         process.terminate()
         process.wait(60)
