@@ -25,7 +25,7 @@ def installed_elsewhere():
         return Path(os.environ["PAGEDKV_INSTALLED"])
     for found in importlib.metadata.distributions(name="pagedkv"):
         package = Path(str(found.locate_file("pagedkv")))
-        if ROOT not in package.resolve().parents and list(package.glob("core/arena.*.so")):
+        if package.resolve() != ROOT / "pagedkv" and list(package.glob("core/arena.*.so")):
             return package.parent
     return None
 
