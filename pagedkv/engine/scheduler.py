@@ -146,8 +146,10 @@ class Scheduler:
                 self._advance(branch)
         self._admit()
         if self.speculation is not None:
-            # a branch may have been preempted since, and admitted again with another chunk
-            self._speculate(self.speculation, [chunk for chunk in decoding if self._chunks.get(chunk.branch) is chunk])
+            # a branch may have been preempted since, and admitted again with another chunk; and what several branches
+            # draw their next tokens from, a guess of one of them must not follow
+            alone = [chunk for chunk in decoding if self._chunks.get(chunk.branch) is chunk and len(chunk.drawn) == 1]
+            self._speculate(self.speculation, alone)
         return list(self._chunks.values())
 
     def settle(self, chunk: Chunk, n_kept: int) -> None:

@@ -273,6 +273,21 @@ def test_a_branch_admitted_again_within_its_step_gets_no_guess_for_the_chunk_it_
     assert [outputs[name].outputs for name in names] == alone
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "paged"])
+def test_nothing_is_guessed_before_a_fork(real):
+    """The last token of a prompt, computed alone, is no decode yet: its children would inherit a guess of the first."""
+    results = []
+    for config in (None, NGRAM):
+        engine = make(real, config=config, echo=5.0, max_num_batched_tokens=16)
+        if config is not None:
+            engine.scheduler.speculation.margin = 0
+        for seed in range(30):
+            engine.add_request([1, 2, 3, 4, 5] * 6 + [1, 2, 3], SamplingParams(n=3, seed=seed, max_tokens=12))
+            results.append(finish(engine))
+    assert engine.stats()["spec_draft_tokens"] > 0
+    assert results[:30] == results[30:]
+
+
 def test_an_interrupt_undoes_guesses_too():
     engine, plain = make(), make(config=None)
     for each in (engine, plain):
