@@ -19,7 +19,7 @@ from pagedkv.core.prefix import PrefixIndex
 from pagedkv.core.sampler import Sampler
 from pagedkv.core.sampling_state import SamplingState
 
-MODULES = sorted(path.stem for path in Path(pagedkv.__file__).parent.joinpath("core").glob("*.pyx"))
+MODULES = sorted(path.name.split(".")[0] for path in Path(pagedkv.__file__).parent.glob("core/*.so"))
 
 
 def at_once(n, work):
