@@ -5,6 +5,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -58,8 +59,14 @@ CATALOGUE = {
 
 
 def home() -> Path:
-    """The cache directory: $PAGEDKV_HOME, else ~/.cache/pagedkv. Not created here."""
-    return Path(os.environ.get("PAGEDKV_HOME") or Path.home() / ".cache" / "pagedkv").expanduser()
+    """The cache directory: $PAGEDKV_HOME, else ~/.cache/pagedkv. Not created here. ModelError without a home directory."""
+    if chosen := os.environ.get("PAGEDKV_HOME"):
+        return Path(chosen).expanduser()
+    try:
+        user = os.environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir  # an empty HOME would stand for /
+    except KeyError:
+        raise ModelError("HOME is not set and this user has no home directory: set PAGEDKV_HOME") from None
+    return Path(user) / ".cache" / "pagedkv"
 
 
 def resolve(model: str | os.PathLike, progress: bool = True) -> Path:

@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import threading
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -278,6 +279,20 @@ def test_default_home(monkeypatch, tmp_path):
     assert catalogue.home() == tmp_path / ".cache" / "pagedkv"
     monkeypatch.setenv("PAGEDKV_HOME", "~/elsewhere")
     assert catalogue.home() == tmp_path / "elsewhere"
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_home_without_a_variable(monkeypatch, tmp_path, given):
+    """Never the root of the file system, which an empty HOME would stand for."""
+    monkeypatch.delenv("PAGEDKV_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    if given is not None:
+        monkeypatch.setenv("HOME", given)
+    monkeypatch.setattr(catalogue.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(tmp_path)))
+    assert catalogue.home() == tmp_path / ".cache" / "pagedkv"
+    monkeypatch.setattr(catalogue.pwd, "getpwuid", lambda uid: {}[uid])
+    with pytest.raises(ModelError, match="set PAGEDKV_HOME"):
+        catalogue.home()
 
 
 @pytest.mark.parametrize("name", sorted(CATALOGUE))
