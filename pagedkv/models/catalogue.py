@@ -59,7 +59,7 @@ CATALOGUE = {
 
 
 def home() -> Path:
-    """The cache directory: $PAGEDKV_HOME, else ~/.cache/pagedkv. Not created here. ModelError without a home directory."""
+    """The cache directory, not created here: $PAGEDKV_HOME, else ~/.cache/pagedkv. ModelError without a home."""
     if chosen := os.environ.get("PAGEDKV_HOME"):
         return Path(chosen).expanduser()
     try:
