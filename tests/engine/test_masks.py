@@ -275,7 +275,7 @@ def test_a_late_request_can_be_ended(how):
             assert engine.abort("x")
         steps_until(engine, done, lambda: not engine.has_unfinished())
         assert done["x"].outputs[0].finish_reason == "abort" and len(done["x"].outputs[0].token_ids) == 1
-    assert engine.stats()["pages_in_use"] == 0
+    assert engine.kv.n_in_use == 0
     slow.go.set()
 
 

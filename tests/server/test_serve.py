@@ -157,7 +157,7 @@ def test_every_option_arrives(monkeypatch, tmp_path):
         --served-model-name b --max-body 2KB --max-queue 3 --max-prompts 4 --max-n 5 --max-logprobs 6 --cors-origin *
         --shutdown-timeout 7 --access-log --threads 2 --kv-format int8 --kv-memory 8MiB --page-tokens 32
         --max-model-len 9 --max-num-seqs 10 --max-num-batched-tokens 11 --no-prefix-caching --quantization q8_0
-        --activations int12"""
+        --activations int12 --speculative-config {{"method":"ngram","num_speculative_tokens":4}}"""
     assert cli.main(words.split()) == 0
     assert got == {
         "model": "m", "host": "::1", "port": 1, "keys": ("k",), "key_file": str(file), "access_log": True,
@@ -169,6 +169,7 @@ def test_every_option_arrives(monkeypatch, tmp_path):
             "threads": 2, "kv_format": "int8", "kv_memory": 8 << 20, "kv_pages": None, "page_tokens": 32,
             "max_model_len": 9, "max_num_seqs": 10, "max_num_batched_tokens": 11, "enable_prefix_caching": False,
             "quantization": "q8_0", "activations": "int12", "max_waiting": 3,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
         },
     }  # fmt: skip
 
