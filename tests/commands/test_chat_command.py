@@ -263,6 +263,20 @@ def test_interrupts_that_input_makes_a_system_error_of(llm, capsys, monkeypatch)
     assert next(keys, None) is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def drop_shown(terminal):
+    """Read what has come, for 10 ms at most."""
+    select.select([terminal], [], [], 0.01)
+    while select.select([terminal], [], [], 0)[0]:
+        os.read(terminal, 4096)
+
+
+def answers_and_leaves(process, terminal):
+    """Still alive after a storm: it answers a command, and ends when told."""
+    read_until(terminal, rb"messages, .* of 8192(.*\n)*.*> $", lambda: os.write(terminal, b"/stats\r"))
+    os.write(terminal, b"/exit\r")
+    assert process.wait(timeout=30) == 0
+
+
 def test_interrupts_while_one_ends_the_typing(smollm2_path, tmp_path):
     """The second of two comes after 0 to 0.3 ms, so that some come when input() is about to pass on the first."""
     with on_a_terminal(tmp_path) as (process, terminal):
@@ -272,13 +286,9 @@ def test_interrupts_while_one_ends_the_typing(smollm2_path, tmp_path):
             while time.perf_counter_ns() < second:
                 pass
             process.send_signal(signal.SIGINT)
-            select.select([terminal], [], [], 0.01)
-            while select.select([terminal], [], [], 0)[0]:
-                os.read(terminal, 4096)
+            drop_shown(terminal)
         assert process.poll() is None
-        read_until(terminal, rb"messages, .* of 8192(.*\n)*.*> $", lambda: os.write(terminal, b"/stats\r"))
-        os.write(terminal, b"/exit\r")
-        assert process.wait(timeout=30) == 0
+        answers_and_leaves(process, terminal)
 
 
 def test_no_number_of_interrupts_ends_the_program(smollm2_path, tmp_path):
@@ -288,13 +298,9 @@ def test_no_number_of_interrupts_ends_the_program(smollm2_path, tmp_path):
             os.write(terminal, text)
             for _ in range(12):
                 process.send_signal(signal.SIGINT)
-                select.select([terminal], [], [], 0.01)
-                while select.select([terminal], [], [], 0)[0]:
-                    os.read(terminal, 4096)
+                drop_shown(terminal)
             assert process.poll() is None
-        read_until(terminal, rb"messages, .* of 8192(.*\n)*.*> $", lambda: os.write(terminal, b"/stats\r"))
-        os.write(terminal, b"/exit\r")
-        assert process.wait(timeout=30) == 0
+        answers_and_leaves(process, terminal)
 
 
 def test_lines_edited_recalled_and_pasted(smollm2_path, tmp_path):

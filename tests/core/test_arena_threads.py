@@ -3,10 +3,10 @@
 import ctypes
 import random
 import sys
-import threading
 
 import pytest
 from raw_api import RawApi, field
+from together import in_threads
 
 from pagedkv.core.arena import Arena
 from pagedkv.core.errors import PagedKVError, Tampered
@@ -23,27 +23,6 @@ def switch_often():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-def in_threads(work, n=N_THREADS):
-    """Run work(k) in n threads; the first exception of any is raised here."""
-    failures = []
-    start = threading.Barrier(n)
-
-    def guarded(k):
-        start.wait()
-        try:
-            work(k)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(k,)) for k in range(n)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if failures:
-        raise failures[0]
 
 
 def test_each_thread_its_own_sequences():
@@ -71,7 +50,7 @@ def test_each_thread_its_own_sequences():
             if step % 50 == 0:
                 assert arena.check(3) == []
 
-    in_threads(work)
+    in_threads(work, N_THREADS)
     assert (arena.n_in_use, arena.check(3)) == (0, [])
 
 
@@ -100,7 +79,7 @@ def test_one_prefix_from_all_sides():
             if step % 50 == 0:
                 assert arena.check(3) == []
 
-    in_threads(work)
+    in_threads(work, N_THREADS)
     assert (arena.n_in_use, arena.check(3)) == (0, [])
     assert arena.stats()["num_evicted"] > 0
     assert index.stats()["num_hit"] > 0
@@ -123,7 +102,7 @@ def test_diverging_holders_each_get_the_content_once():
                 assert bytes(arena.page(page)) == bytes([100 + i]) * page_bytes
                 arena.page(page)[:] = bytes([k]) * page_bytes
 
-        in_threads(work)
+        in_threads(work, N_THREADS)
         assert arena.stats()["num_copied"] - before == 4 * N_THREADS
         assert [bytes(arena.page(i)[:1]) for i in origin.page_table] == [bytes([100 + i]) for i in range(4)]
         assert arena.check(3) == []
@@ -177,7 +156,7 @@ def test_one_sequence_written_and_cut_by_many():
                 assert error.verdict in (1, 2, 3), error
             assert arena.check(3) == []
 
-    in_threads(work)
+    in_threads(work, N_THREADS)
     seq.free()
     assert (arena.n_in_use, arena.check(3)) == (0, [])
 
@@ -199,7 +178,7 @@ def test_closing_while_others_work():
                     seqs[k].snapshot().write_page(1)
                     seqs[k].free()
 
-        in_threads(work)
+        in_threads(work, N_THREADS)
 
 
 def test_c_calls_without_the_gil():
@@ -231,7 +210,7 @@ def test_c_calls_without_the_gil():
                 assert api.check(arena, 3, None, 0) == 0
         assert api.seq_destroy(seq) == 0
 
-    in_threads(work)
+    in_threads(work, N_THREADS)
     assert api.check(arena, 3, None, 0) == 0
     assert field(arena, "pkv_arena.n_in_use").value == 0
     assert api.arena_destroy(arena) == 0

@@ -1,15 +1,16 @@
 """Objects of the core in the hands of several threads: what one must have alone refuses the second, the rest agrees."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import sysconfig
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_llama import TinyLlama
+from together import in_threads
 
 import pagedkv
 from pagedkv import Arena, PagedKVCache
@@ -20,25 +21,6 @@ from pagedkv.core.sampler import Sampler
 from pagedkv.core.sampling_state import SamplingState
 
 MODULES = sorted(path.name.split(".")[0] for path in Path(pagedkv.__file__).parent.glob("core/*.so"))
-
-
-def at_once(n, work):
-    """work(k) in each of n threads, started together; what they raised."""
-    barrier, raised = threading.Barrier(n), []
-
-    def run(k):
-        barrier.wait()
-        try:
-            work(k)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
 
 
 def test_importing_every_extension_leaves_the_gil_as_it_was():
@@ -130,7 +112,7 @@ def test_threads_draw_from_and_advance_one_state():
             except RuntimeError as error:
                 assert "is in use" in str(error)
 
-    assert at_once(4, work) == []
+    in_threads(work, 4)
     assert len(done) == 4600 and state.position == 4000
 
 
@@ -164,7 +146,7 @@ def test_threads_append_to_one_sequence_and_each_gets_its_own_pages():
         for i in range(100):
             got[k] += seq.append_pages(1 + (i + k) % 9) if i % 3 else [seq.append_page()]
 
-    assert at_once(4, work) == []
+    in_threads(work, 4)
     pages = [i for each in got for i in each]
     assert sorted(pages) == sorted(seq.page_table) == sorted(set(pages))
     assert arena.check(3) == []
@@ -190,14 +172,12 @@ def test_threads_read_a_table_that_others_change():
             elif k == 2:
                 seq.share_pages(run[: 1 + i % 8]) if seq.n_pages == 0 else None
             else:
-                try:
+                with contextlib.suppress(PagedKVError):  # another thread has filled it
                     index.match(seq, tokens[: 1 + i % 8])
-                except PagedKVError:
-                    assert seq is not None
 
-    assert at_once(3, work) == []
+    in_threads(work, 3)
     assert seen <= allowed
-    assert at_once(4, work) == []
+    in_threads(work, 4)
     assert arena.check(3) == []
 
 
@@ -217,13 +197,13 @@ def test_threads_extend_cut_and_read_one_sequence():
                     seq.truncate(0)
                 elif k == 2:
                     keys, _ = seq.gather(0)
-                    assert np.isfinite(keys).all() or keys.size
+                    assert np.isin(keys, (0, 1)).all()  # never written, or written whole
                 else:
                     kv.attend(0, np.zeros((1, 1, 8), np.float32), [seq], [1])
             except PagedKVError:
                 pass
 
-    assert at_once(4, work) == []
+    in_threads(work, 4)
     assert len(seq) <= seq.n_pages * 16
     seq.free()
     assert kv.n_in_use == 0 and kv.check(3) == []
