@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import signal
 from functools import partial
 
 import command_line
@@ -10,6 +11,10 @@ import pagedkv.core  # noqa: F401  one error here, not one a file, where nothing
 
 # Children import the package these tests import, not one that happens to lie in their working directory.
 os.environ.update(PYTHONPATH=str(command_line.PACKAGES), PYTHONSAFEPATH="1")
+
+# A shell's background job is deaf to Ctrl-C, and so would be the children that tests send it to.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pulled(name: str):

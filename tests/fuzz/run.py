@@ -101,7 +101,7 @@ def guided(target: str, runs: int, seed: int, keep: Path | None, finds: Path) ->
     first.mkdir(parents=True, exist_ok=True)
     # libFuzzer takes its parent's largest memory for its own; bounds() below are the limit
     arguments = [f"-runs={runs}", f"-seed={seed}", f"-max_len={MAX_BYTES}", "-timeout=30", "-rss_limit_mb=0",
-                 f"-artifact_prefix={finds}/", "-print_final_stats=1"]  # fmt: skip
+                 f"-artifact_prefix={finds}/", "-print_final_stats=1", "-reload=0"]  # fmt: skip
     arguments = [sys.argv[0], *arguments, str(first), str(CORPUS / target)]
     atheris.Setup(arguments, one_input, custom_mutator=mutate, custom_crossover=cross)
     with targets.bounds():

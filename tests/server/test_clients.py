@@ -147,7 +147,8 @@ def test_every_answer_of_a_crowd_is_its_solo_answer(smollm2_path, solo):
     """64 clients at a time over a pool too small for half of them, a third of which leave at some moment."""
     rng, requests = crowd(7, 64)
     leaves = [rng.random() < 0.33 for _ in requests]
-    after = [rng.random() * 5 for _ in requests]
+    after = [rng.random() * 2 for _ in requests]
+    left = []  # those who left before their answer came
     start = threading.Barrier(64)
 
     def ask(live, number):
@@ -155,9 +156,11 @@ def test_every_answer_of_a_crowd_is_its_solo_answer(smollm2_path, solo):
         with httpx.Client(base_url=live.url, timeout=300) as client:
             start.wait()
             if leaves[number]:
-                with pytest.raises(httpx.ReadTimeout):
-                    long = {**body, "max_tokens": 400, "ignore_eos": True, "stream": False, "n": 2}
+                long = {**body, "max_tokens": 400, "ignore_eos": True, "stream": False, "n": 2}
+                try:
                     client.post(COMPLETIONS, json=long, timeout=httpx.Timeout(300, read=after[number]))
+                except httpx.ReadTimeout:
+                    left.append(number)
                 return None
             if number % 2:
                 return [choice["text"] for choice in client.post(COMPLETIONS, json=body).json()["choices"]]
@@ -182,7 +185,7 @@ def test_every_answer_of_a_crowd_is_its_solo_answer(smollm2_path, solo):
             answers = [each.result() for each in asked]
         stats = live.wait_idle()
         found = live.metrics()
-        assert stats["preemptions"] > 0 and stats["requests_abort"] == sum(leaves) > 10
+        assert stats["preemptions"] > 0 and stats["requests_abort"] == len(left) > 10
         assert found['pagedkv:pages{state="free"}'] + found['pagedkv:pages{state="cached"}'] == pages
         assert found['pagedkv:pages{state="in_use"}'] == 0 == found["vllm:num_requests_running"]
         assert found["vllm:num_requests_waiting"] == 0 == found["vllm:kv_cache_usage_perc"]
