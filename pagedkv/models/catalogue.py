@@ -80,7 +80,7 @@ def resolve(model: str | os.PathLike, progress: bool = True) -> Path:
         return pull(name, progress)
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not os.path.lexists(path / "config.json"):
             raise ModelError(f"{name}: a directory without config.json, not a model")
         return path
     if path.exists():

@@ -1,4 +1,4 @@
-"""ModelFile: a file that is read by position, every read checked; no byte of a model is ever mapped."""
+"""What opens the files of a model: every read is checked, and no byte of a model is ever mapped."""
 
 import contextlib
 import os
@@ -7,6 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagedkv.models.errors import ModelError
+
+MAX_SMALL_BYTES = 1 << 26
+
+
+def read_small(path: str | os.PathLike, limit: int = MAX_SMALL_BYTES) -> bytes:
+    """All bytes of a regular file of up to `limit` bytes: whatever of a model is read whole comes through here.
+
+    Raises ModelError naming the file. Neither a pipe nor a device nor a file without end can make it wait or take
+    memory: the kind and the size are known before the first byte is read.
+    """
+    with ModelFile(path) as file:
+        if file.n_bytes > limit:
+            raise ModelError(f"{file.path}: {file.n_bytes} bytes, at most {limit} are allowed")
+        found = bytearray()
+        try:
+            while more := os.pread(file.fileno(), file.n_bytes - len(found), len(found)):
+                found += more
+        except OSError as error:
+            raise ModelError(f"{file.path}: {error.strerror or error}") from None
+        return bytes(found)
 
 
 class ModelFile:

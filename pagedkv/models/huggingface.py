@@ -10,7 +10,7 @@ from pagedkv.models.config import ModelConfig, read_experts, rope_of_layers
 from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
 from pagedkv.models.rope import Rope
-from pagedkv.models.safetensors import read_json
+from pagedkv.models.safetensors import read_json, read_optional_json
 
 # model_type -> (architecture, default of tie_word_embeddings)
 _MODEL_TYPES = {
@@ -81,8 +81,7 @@ class DirectoryConfig:
         self.name, tied = _MODEL_TYPES[kind]
         self.architecture = ARCHITECTURES[self.name]
         self.tied = self.read.flag("tie_word_embeddings", default=tied)
-        path = directory / "generation_config.json"
-        generation = read_json(path) if path.exists() else {}
+        generation = read_optional_json(directory / "generation_config.json")
         self.generation = {key: value for key, value in generation.items() if value is not None}
         self._refuse()
 

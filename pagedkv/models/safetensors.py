@@ -7,29 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv.models.errors import ModelError
-from pagedkv.models.files import ModelFile
+from pagedkv.models.files import ModelFile, read_small
 from pagedkv.models.gguf import TensorInfo
 
 _TYPES = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MAX_JSON_BYTES = 1 << 26
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses larger ones
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of up to 64 MiB. Raises ModelError naming the file."""
+    raw = read_small(path)
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ModelError(f"{path}: {path.stat().st_size} bytes, at most {_MAX_JSON_BYTES} are allowed")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror or error}") from None
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: a JSON {type(value).__name__}, must be an object")
     return value
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """As `read_json`; an empty object where nothing is there under that name."""
+    return read_json(path) if os.path.lexists(path) else {}
 
 
 class SafetensorsFiles:
@@ -124,14 +125,14 @@ def check_with_library(path: Path, start: bytes, n_bytes: int) -> None:
             os.ftruncate(copy.fileno(), n_bytes)
             with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="numpy") as file:
                 file.keys()
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise ModelError(f"{path}: not a sound safetensors file: {error}") from None
 
 
 def _shards(directory: Path) -> list[str]:
     """File names with the weights, in order."""
-    if not (directory / INDEX).exists():
-        if not (directory / SINGLE).exists():
+    if not os.path.lexists(directory / INDEX):
+        if not os.path.lexists(directory / SINGLE):
             raise ModelError(f"{directory}: neither {SINGLE} nor {INDEX} is there")
         return [SINGLE]
     table = read_json(directory / INDEX).get("weight_map")

@@ -69,8 +69,8 @@ class SentencePiece(Vocabulary):
             return bytes([int(text[3:5], 16)])
         return (text if kind in (CONTROL, UNKNOWN) else text.replace(_SPACE, " ")).encode()
 
-    def matched_texts(self) -> list[str]:
-        return [text.replace(" ", _SPACE) for text in super().matched_texts()]
+    def matched_texts(self) -> dict[int, str]:
+        return {i: text.replace(" ", _SPACE) for i, text in super().matched_texts().items()}
 
     def _scores(self) -> np.ndarray:
         key = "tokenizer.ggml.scores"

@@ -45,7 +45,7 @@ def open_model(path: Path) -> Iterator[OpenModel]:
         with SafetensorsFiles(path, directory.tensor_names) as files:
             tokenizer = Tokenizer.from_directory(path)
             shapes = {tensor.name: tensor.shape for tensor in files.tensors.values()}
-            stops = {i for i in tokenizer.special_ids if tokenizer.token_bytes(i, False).decode() in END_TOKENS}
+            stops = {i for i, text in tokenizer.special_texts().items() if text in END_TOKENS}
             config = directory.model(shapes, tokenizer.add_bos, stops)
             offset = directory.architecture.norm_offset
             kind = f"tokenizer.json, {tokenizer.vocab_size} tokens"

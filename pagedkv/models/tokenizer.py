@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,17 +11,18 @@ import numpy as np
 from pagedkv.models.bytelevel import ByteLevel
 from pagedkv.models.errors import ModelError
 from pagedkv.models.metadata import Metadata
-from pagedkv.models.safetensors import read_json
+from pagedkv.models.safetensors import read_optional_json
 from pagedkv.models.sentencepiece import SentencePiece
-from pagedkv.models.tokenizer_json import TokenizerJson, read_template
-from pagedkv.models.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, Vocabulary
+from pagedkv.models.tokenizer_json import SPECIAL_TOKENS, TokenizerJson, content, read_template
+from pagedkv.models.vocabulary import BYTE, CONTROL, NORMAL, START, UNKNOWN, Vocabulary
 
 if TYPE_CHECKING:
     from pagedkv.models.chat_template import ChatTemplate
 
-# A code point that Unicode sets aside for internal use. After the first character of a control token it keeps that
-# text from being read as the token; it is taken out once control tokens have been found.
+# A code point that Unicode sets aside for internal use. Between the characters of a control token it keeps that text
+# from being read as the token; it is taken out once control tokens have been found.
 _BREAK = "\ufdd0"
+_MAX_ROUNDS = 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _FAMILIES: dict[str, type[Vocabulary]] = {"gpt2": ByteLevel, "llama": SentencePiece}
 
@@ -50,6 +51,8 @@ class Tokenizer:
         self.add_bos = self.bos_token_id is not None and read.add_bos()
         self.add_eos = self.eos_token_id is not None and read.flag("tokenizer.ggml.add_eos_token", default=False)
         self._template_source = read.text("tokenizer.chat_template", default=None)
+        self._template_error: ModelError | None = None
+        self._special_texts: dict[str, str] = {}
         self._build(_FAMILIES[family](read, _read_types(read, vocab_size)))
 
     @classmethod
@@ -59,8 +62,8 @@ class Tokenizer:
         Raises ModelError naming file and value.
         """
         self = cls.__new__(cls)
-        vocabulary = TokenizerJson(directory)
-        settings = read_json(path) if (path := directory / "tokenizer_config.json").exists() else {}
+        settings = read_optional_json(directory / "tokenizer_config.json")
+        vocabulary = TokenizerJson(directory, settings)
         self.bos_token_id, self.eos_token_id = (vocabulary.id_of(settings.get(f"{x}_token")) for x in ("bos", "eos"))
         before, after = vocabulary.ends()
         self.add_bos, self.add_eos = bool(before), bool(after)
@@ -69,7 +72,11 @@ class Tokenizer:
                 f"{directory / 'tokenizer.json'}: its post_processor puts {before} before and {after} after a text; "
                 f"only bos_token and eos_token are supported"
             )
-        self._template_source = read_template(directory, settings)
+        template = read_template(directory, settings)
+        self._template_error = template if isinstance(template, ModelError) else None
+        self._template_source = None if isinstance(template, ModelError) else template
+        named = {name: content(settings.get(name)) for name in SPECIAL_TOKENS}
+        self._special_texts = {name: text for name, text in named.items() if text is not None}
         self._build(vocabulary)
         return self
 
@@ -78,13 +85,9 @@ class Tokenizer:
         self.vocab_size = len(vocabulary.tokens)
         special = (vocabulary.types == CONTROL) | (vocabulary.types == UNKNOWN)
         self.special_ids = frozenset(np.flatnonzero(special).tolist())
-        self._encode_text = vocabulary.encoder()
-
-        control = np.flatnonzero(vocabulary.types == CONTROL).tolist()
-        self._control = {text: i for i in reversed(control) if len(text := vocabulary.tokens[i]) > 1}
-        self._control_lengths = sorted({len(text) for text in self._control}, reverse=True)
-        starts = "".join(sorted({text[0] for text in self._control}))
-        self._control_start = re.compile(f"[{re.escape(starts)}]" if starts else "(?!)")
+        self._encoders = vocabulary.encoders()
+        self._find_control = vocabulary.finder()
+        self._encode_whole = vocabulary.whole_encoder()
 
     # Text to ids
 
@@ -99,7 +102,10 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"text: must be a str, not {type(text).__name__}")
         _refuse_surrogates("text", text)
-        ids = self._encode_special(text) if allow_special else self._encode_text(text)
+        if not allow_special:
+            ids = self._encoders[START](text)
+        else:
+            ids = self._encode_stretches(text) if self._encode_whole is None else self._encode_whole(text)
         return self._with_ends(ids) if add_special_tokens else ids
 
     def encode_chat(self, messages: list, add_generation_prompt: bool = True, **variables) -> list[int]:
@@ -110,29 +116,26 @@ class Tokenizer:
         messages, variables = self._shield(messages), self._shield(variables)
         text = self.apply_chat_template(messages, add_generation_prompt, **variables)
         _refuse_surrogates("messages", text)
-        return self._with_ends(self._encode_special(text, hidden=_BREAK))
+        return self._with_ends(self._encode_shielded(text))
 
-    def _encode_special(self, text: str, hidden: str = "") -> list[int]:
-        """Ids of text with control tokens in it; `hidden` is taken out of what lies between them."""
+    def _encode_shielded(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens that are none have `_BREAK` in them."""
+        if self._encode_whole is not None and _BREAK not in text:
+            ids = self._encode_whole(text)
+            # all of them are the template's, unless the model makes some of other text
+            if sum(i in self.special_ids for i in ids) == len(self._find_control(text)):
+                return ids
+        return self._encode_stretches(text)
+
+    def _encode_stretches(self, text: str) -> list[int]:
+        """Ids of text with control tokens in it; `_BREAK` is taken out of what lies between them."""
         ids: list[int] = []
-        done = 0
-        for start, end in self._find_control(text):
-            ids += self._encode_text(text[done:start].replace(hidden, ""))
-            ids.append(self._control[text[start:end]])
-            done = end
-        return ids + self._encode_text(text[done:].replace(hidden, ""))
-
-    def _find_control(self, text: str) -> Iterator[tuple[int, int]]:
-        """[start, end) of the control tokens written out in `text`, from left to right, the longest at each place."""
-        done = 0
-        for match in self._control_start.finditer(text):
-            start = match.start()
-            if start >= done:
-                for n in self._control_lengths:
-                    if text[start : start + n] in self._control:
-                        done = start + n
-                        yield start, done
-                        break
+        done, place = 0, START
+        for control in self._find_control(text):
+            ids += self._encoders[place](text[done : control.start].replace(_BREAK, ""))
+            ids.append(control.token)
+            done, place = control.stop, control.next_place
+        return ids + self._encoders[place](text[done:].replace(_BREAK, ""))
 
     def _with_ends(self, ids: list[int]) -> list[int]:
         if self.add_bos and ids[:1] != [self.bos_token_id]:
@@ -149,7 +152,7 @@ class Tokenizer:
         """
         names = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
         texts = {name: "" if i is None else self._vocabulary.tokens[i] for name, i in names.items()}
-        return self._template.render(messages, add_generation_prompt, **texts, **variables)
+        return self._template.render(messages, add_generation_prompt, **{**texts, **self._special_texts, **variables})
 
     @property
     def strips_first_space(self) -> bool:
@@ -159,7 +162,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the file has a chat template; it may still turn out to be broken when used."""
-        return self._template_source is not None
+        return self._template_source is not None or self._template_error is not None
 
     @property
     def chat_template(self) -> str | None:
@@ -170,12 +173,14 @@ class Tokenizer:
     def _template(self) -> "ChatTemplate":
         from pagedkv.models.chat_template import ChatTemplate, ChatTemplateError
 
+        if self._template_error is not None:
+            raise ChatTemplateError(str(self._template_error))
         if self._template_source is None:
             raise ChatTemplateError("the model has no chat template")
         return ChatTemplate(self._template_source)
 
     def _shield(self, value: Any) -> Any:
-        """A copy of nested messages in which no string contains a control token any more once `_BREAK` is seen."""
+        """A copy of nested messages in which no string contains a control token any more."""
         if isinstance(value, str):
             return self._shield_text(value)
         if isinstance(value, Mapping):
@@ -185,13 +190,22 @@ class Tokenizer:
         return value
 
     def _shield_text(self, text: str) -> str:
-        pieces, done = [], 0
-        for match in self._control_start.finditer(text):
-            start = match.start()
-            if any(text[start : start + n] in self._control for n in self._control_lengths):
-                pieces += [text[done : start + 1], _BREAK]
-                done = start + 1
-        return "".join([*pieces, text[done:]])
+        text = text.replace(_BREAK, "")
+        # breaking one token can show another that overlaps it
+        for _ in range(_MAX_ROUNDS):
+            found = self._find_control(text)
+            if not found:
+                return text
+            pieces, done = [], 0
+            for control in found:
+                token = text[control.start : control.stop]
+                # the space a token takes along stays as it is
+                bare = token.strip() or token
+                start = control.start + token.index(bare)
+                pieces += [text[done:start], _BREAK.join(bare)]
+                done = start + len(bare)
+            text = "".join([*pieces, text[done:]])
+        raise ValueError("messages: a control token in them cannot be kept apart from the template's")
 
     # Ids to text
 
@@ -204,6 +218,10 @@ class Tokenizer:
     def max_token_chars(self) -> int:
         """Characters of the longest token, at least 1. The first call looks at all tokens."""
         return max(1, max(len(token) for token in self._vocabulary.tokens))
+
+    def special_texts(self) -> dict[int, str]:
+        """Text of each of `special_ids`, as the file writes it."""
+        return {i: self._vocabulary.tokens[i] for i in self.special_ids}
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """The bytes a token adds to the text; b"" for a skipped special token and for ids the file has no token for."""

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 
 import pytest
 import tiny_models as tiny
@@ -92,7 +93,6 @@ def test_old_names_of_rope_scaling(tmp_path):
         ("tokenizer.json", None, "tokenizer.json: No such file"),
         ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer"),
         ("tokenizer_config.json", b"3", "tokenizer_config.json: a JSON int"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja: "),
         ("model.safetensors", None, "neither model.safetensors nor model.safetensors.index.json is there"),
         ("model.safetensors", b"", "model.safetensors: not a sound safetensors file"),
         ("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}", "model.safetensors: not a sound safetensors file"),
@@ -199,12 +199,11 @@ WHOLE_WORDS = {"vocab": {"<s>": 0, "</s>": 1, "s": 2, "<": 3, ">": 4, "/": 5, "<
 @pytest.mark.parametrize(
     "model",
     [
-        models.WordLevel(**WHOLE_WORDS),
         models.BPE(vocab=WHOLE_WORDS["vocab"], merges=[], ignore_merges=True),
         models.BPE(vocab={**WHOLE_WORDS["vocab"], "<s": 7}, merges=[("<", "s"), ("<s", ">")]),
         models.Unigram([(text, -1.0) for text in WHOLE_WORDS["vocab"]], 6, False),
     ],
-    ids=["words", "whole words", "merges", "unigram"],
+    ids=["whole words", "merges", "unigram"],
 )
 def test_models_that_know_control_tokens_as_words(tmp_path, model):
     """Text never makes a control token, whatever the model would make of it."""
@@ -236,7 +235,9 @@ def test_what_the_library_panics_at(tmp_path, capfd):
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer of the tokenizers library: Precompiled"):
         Ours.from_directory(tmp_path)
-    assert "panicked" in capfd.readouterr().err
+    assert capfd.readouterr().err == ""
+    sys.stderr.write("still there")
+    assert capfd.readouterr().err == "still there"
     table["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
     table["decoder"] = {"type": "Strip", "content": "x", "start": 2**40, "stop": 0}
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
