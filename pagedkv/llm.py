@@ -267,8 +267,12 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except BadInput:  # a view of a page lives on; it must not replace an exception on its way out
+            if kind is None:
+                raise
 
     def _params_for(self, prompts: Sequence[Prompt], params: Any) -> list[SamplingParams | None]:
         if params is None or isinstance(params, SamplingParams):

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "pagedkv"
 CORE_LAYERS = [
     {"errors", "cpus", "structs", "memory", "files", "exclusive"},
     {"_kernels", "internal"},
-    {"pages", "quants", "registry"},
-    {"matmul", "sampling_state"},
+    {"pages", "quants"},
+    {"matmul", "sampling_state", "registry"},
     {"arena", "attention", "probe", "sampler"},
     {"sequence", "check", "page_map", "typed"},
     {"prefix", "kvcache"},

@@ -24,10 +24,14 @@ cdef void pkv_arena_poison(pkv_arena *a, uint32_t fault, int64_t page) noexcept 
 
 cdef object error(int64_t code, pkv_arena *a, str message)
 cdef object integer(str name, value)
+cdef int64_t bounded(str name, value, int64_t low, int64_t high) except -1
 
 
 cdef class Arena:
     cdef pkv_arena *ptr
-    cdef int64_t n_holds
+    cdef int64_t n_views        # exported page views
+    cdef int64_t n_calls        # holds of calls, all of threads of this process: of `generation`
+    cdef int64_t generation
     cdef int hold(self) except -1
     cdef void let_go(self) noexcept
+    cdef void count_anew(self) noexcept nogil

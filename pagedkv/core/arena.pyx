@@ -12,10 +12,10 @@ from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_drop, pkv_map, pkv_release, pkv_unmap
 from pagedkv.core.pages cimport pkv_held_grow
-from pagedkv.core.registry cimport pkv_registry_add, pkv_registry_alloc, pkv_registry_remove
+from pagedkv.core.registry cimport enter, pkv_blame_arena, pkv_generation, pkv_registry_add, pkv_registry_alloc, pkv_registry_remove
 from pagedkv.core.structs cimport *
 
-from pagedkv.core.errors import ERRORS, Verdict
+from pagedkv.core.errors import ERRORS, BadInput, Verdict
 
 
 cdef extern from "<sys/random.h>" nogil:
@@ -89,30 +89,39 @@ cdef int64_t pkv_arena_close(pkv_arena *a) noexcept nogil:
     """Give all pages back to the system. The struct stays, and refuses every call with TAMPER. Waits for copies in
     flight.
 
-    OK also when closed already or poisoned; TAMPER when the canaries do not hold, and then nothing is touched.
+    OK also when closed already or poisoned; TAMPER when the canaries, or the fields that say what to give back, do not
+    hold: nothing is given back then.
     """
-    if a == NULL or not canaries_hold(a):
+    if a == NULL:
         return -PKV_TAMPER
+    if not canaries_hold(a):
+        return pkv_blame_arena(a)
     lock(a)
-    close_and_unlock(a)
-    return 0
+    return close_and_unlock(a)
 
 
-cdef void close_and_unlock(pkv_arena *a) noexcept nogil:
-    """Refuse every later call, wait for copies in flight, give the pages back. The lock is held on entry, not after."""
-    a.fault_page = -1
-    atomic_store_u32(&a.fault, PKV_FAULT_CLOSED, RELAXED)
-    while a.n_copies:
-        unlock(a)
-        sched_yield()
-        lock(a)
-    if a.storage != NULL:
+cdef int64_t close_and_unlock(pkv_arena *a) noexcept nogil:
+    """Refuse every later call, wait for copies in flight, give the pages back: 0, or TAMPER. The lock is held on entry, not
+    after."""
+    while a.storage != NULL or a.fault != PKV_FAULT_CLOSED:
+        if not (constants_hold(a) and sizes_hold(a) and tallies_hold(a)):
+            unlock(a)
+            return pkv_blame_arena(a)
+        a.fault_page = -1
+        atomic_store_u32(&a.fault, PKV_FAULT_CLOSED, RELAXED)
+        if a.n_copies:
+            unlock(a)
+            sched_yield()
+            lock(a)
+            continue
         pkv_show(a.storage, a.n_pages * a.page_stride if 0 <= a.n_pages <= a.max_pages else 0)
         pkv_unmap(a.storage, a.storage_bytes)
         pkv_unmap(a.pages, a.pages_bytes)
         a.storage = NULL
         a.pages = NULL
+        (<ArenaBlock *>a).seal = ~arena_seal(a)  # so that it stays closed also when fault is overwritten
     unlock(a)
+    return 0
 
 
 cdef int64_t pkv_arena_destroy(pkv_arena *a) noexcept nogil:
@@ -123,16 +132,19 @@ cdef int64_t pkv_arena_destroy(pkv_arena *a) noexcept nogil:
     those behind it on the list cannot be told.
     """
     cdef pkv_seq *s
-    if pkv_arena_close(a) or not pkv_registry_remove(a):
+    if pkv_arena_close(a) or not roots_hold(a) or not pkv_registry_remove(a):
         return -PKV_TAMPER
     s = a.seqs
     while s != NULL:
-        if not seq_canaries_hold(s):
+        if not seq_whole(s) or not links_hold(s):
             return -PKV_TAMPER
-        s.arena = NULL
+        leave_arena(s)
         s = s.next
     if a.prefix != NULL:
+        if not prefix_whole(a.prefix):
+            return -PKV_TAMPER
         a.prefix.arena = NULL
+        seal_prefix(a.prefix)
     a.canary_pre = a.canary_post = 0
     pkv_release(a)
     return 0
@@ -237,7 +249,7 @@ cdef int64_t pkv_arena_reserve(pkv_arena *a, int64_t n) noexcept nogil:
 
 cdef int64_t pkv_arena_trim(pkv_arena *a) noexcept nogil:
     """Hand the memory behind runs of FREE pages back to the system; they read as zeros when taken again. Bytes handed
-    back.
+    back, which are those that were in memory: 0 when nothing was written to since the last time.
     """
     cdef int64_t i = 0
     cdef int64_t start
@@ -261,7 +273,7 @@ cdef int64_t pkv_arena_trim(pkv_arena *a) noexcept nogil:
 cdef tuple FAULTS = (
     "", "canary of the arena overwritten", "page counts of the arena do not add up", "page list link overwritten",
     "guard word overwritten", "page refcount or state impossible", "sequence struct overwritten",
-    "prefix index overwritten", "arena is closed",
+    "prefix index overwritten", "arena is closed", "field of the arena overwritten",
 )
 
 
@@ -284,15 +296,18 @@ cdef class PageView:
     cdef uint8_t *start
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        self.arena.hold()
+        if enter(self.arena.ptr):
+            raise error(-PKV_TAMPER, self.arena.ptr, "")
+        add_fetch(&self.arena.n_views, 1, RELAXED)
+        unlock(self.arena.ptr)
         try:
             PyBuffer_FillInfo(buffer, self, self.start, self.arena.ptr.page_bytes, 0, flags)
         except BaseException:
-            self.arena.let_go()
+            add_fetch(&self.arena.n_views, -1, RELEASE)
             raise
 
     def __releasebuffer__(self, Py_buffer *buffer):
-        self.arena.let_go()
+        add_fetch(&self.arena.n_views, -1, RELEASE)
 
 
 cdef class Arena:
@@ -330,42 +345,59 @@ cdef class Arena:
 
     cdef int hold(self) except -1:
         """Keep the pages mapped until let_go, for what touches them without the GIL; Tampered when the arena is closed or
-        damaged. Counted under the lock, where close looks: either close sees the holder or the holder sees it closed.
+        damaged. Counted under the lock, where close looks: either close sees the holder or the holder sees it closed. After a fork
+        the child counts anew: the threads that held here are not there.
         """
         if enter(self.ptr):
             raise error(-PKV_TAMPER, self.ptr, "")
-        add_fetch(&self.n_holds, 1, RELAXED)
+        self.count_anew()
+        add_fetch(&self.n_calls, 1, RELAXED)
         unlock(self.ptr)
         return 0
 
     cdef void let_go(self) noexcept:
         """Undo one hold; all that was done with the pages happens before a close. Needs nothing of a damaged arena."""
-        add_fetch(&self.n_holds, -1, RELEASE)
+        if self.generation == pkv_generation:
+            add_fetch(&self.n_calls, -1, RELEASE)
+
+    cdef void count_anew(self) noexcept nogil:
+        """Forget the calls of threads that stayed behind at a fork. The lock is held."""
+        if self.generation != pkv_generation:
+            self.n_calls = 0
+            self.generation = pkv_generation
 
     def close(self):
         """Give all pages back to the system; every later call raises Tampered. Idempotent.
 
         Raises BadInput, and closes nothing, while a view from page() is alive or another thread is inside a call that
-        reads or writes pages. Waits for copies of write_page.
+        reads or writes pages. Waits for copies of write_page. In a forked child the calls of threads that stayed behind do not count.
         """
-        cdef int64_t n_holds = 0
+        cdef int64_t n_views = 0
+        cdef int64_t n_calls = 0
         if self.ptr == NULL or not canaries_hold(self.ptr):
             return
         with nogil:
             lock(self.ptr)
-            n_holds = load_i64(&self.n_holds, ACQUIRE)
-            if n_holds:
+            self.count_anew()
+            n_views = load_i64(&self.n_views, ACQUIRE)
+            n_calls = load_i64(&self.n_calls, ACQUIRE)
+            if n_views or n_calls:
                 unlock(self.ptr)
             else:
                 close_and_unlock(self.ptr)
-        if n_holds:
-            raise error(-PKV_BAD_INPUT, NULL, f"close: {n_holds} page views or calls are still in use")
+        if n_views or n_calls:
+            raise error(-PKV_BAD_INPUT, NULL, f"close: {n_views} page views and {n_calls} calls are still in use, 0 may be")
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc):
-        self.close()
+    def __exit__(self, kind, value, trace):
+        """close(), but an exception on its way out is not replaced: then what is in use stays open, to be closed later."""
+        try:
+            self.close()
+        except BadInput:
+            if kind is None:
+                raise
 
     @property
     def n_pages(self):
@@ -460,8 +492,8 @@ cdef class Arena:
             raise error(code, self.ptr, f"reserve: {count} free pages need more than max_pages or the system allow")
 
     def trim(self):
-        """Hand the memory behind free pages back to the system; returns the number of bytes. Pages and counts stay as
-        they are.
+        """Hand the memory behind free pages back to the system; returns the number of bytes that were in memory and are
+        no more. Pages and counts stay as they are.
         """
         cdef int64_t code
         with nogil:

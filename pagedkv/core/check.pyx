@@ -15,7 +15,7 @@ from typing import NamedTuple
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from pagedkv.core.arena cimport Arena, error
+from pagedkv.core.arena cimport Arena, bounded, error
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
 from pagedkv.core.structs cimport *
@@ -42,6 +42,13 @@ cdef inline void expect(Report *r, const char *what, int64_t where, int64_t expe
 
 
 # --- level 1 ----------------------------------------------------------------------------------------------------------
+
+cdef void check_fields(Report *r, pkv_arena *a) noexcept nogil:
+    expect(r, b"arena: constant fields hold", -1, 1, constants_hold(a))
+    expect(r, b"arena: sizes of its mappings are those of its pages", -1, 1, sizes_hold(a))
+    expect(r, b"arena: pointers to its sequences and index hold", -1, 1, roots_hold(a))
+    expect(r, b"arena: counts of sequences and copies hold", -1, 1, tallies_hold(a))
+
 
 cdef void check_counters(Report *r, pkv_arena *a) noexcept nogil:
     expect(r, b"arena: n_free + n_in_use + n_cached is n_pages", -1, a.n_pages, a.n_free + a.n_in_use + a.n_cached)
@@ -106,45 +113,62 @@ cdef void check_list(Report *r, pkv_arena *a, uint32_t head, uint8_t state, int6
     expect(r, whole, -1, length, steps)
 
 
+cdef void check_table(Report *r, pkv_arena *a, pkv_seq *s, int64_t n, uint32_t *holders) noexcept nogil:
+    """The pages that sequence number n holds."""
+    cdef int64_t k
+    cdef uint32_t i
+    for k in range(s.n_pages_used):
+        i = s.page_indices[k]
+        if i < a.n_pages:
+            holders[i] += 1
+        else:
+            note(r, b"sequence: table entry is a page", n, a.n_pages - 1, i)
+    expect(r, b"sequence: both pages of a copy or neither", n, s.copy_from == PKV_NO_PAGE, s.copy_to == PKV_NO_PAGE)
+    if s.copy_to != PKV_NO_PAGE:
+        if s.copy_from < a.n_pages and s.copy_to < a.n_pages:
+            holders[s.copy_from] += 1
+            holders[s.copy_to] += 1
+        else:
+            note(r, b"sequence: copy is between pages", n, s.copy_from, s.copy_to)
+
+
 cdef void check_sequences(Report *r, pkv_arena *a, uint32_t *holders) noexcept nogil:
-    """Every sequence, and the number of holders of every page."""
+    """Every sequence as far as the list can be followed, and the number of holders of every page."""
     cdef pkv_seq *s = a.seqs
     cdef pkv_seq *before = NULL
     cdef int64_t n = 0
-    cdef int64_t k
+    cdef int64_t n_copies = 0
     cdef uint32_t i
     cdef bint whole = True
-    while s != NULL and n < a.n_seqs:
+    while s != NULL:
         if not seq_canaries_hold(s):
             note(r, b"sequence: canaries hold", n, 1, 0)
             whole = False
             break
         expect(r, b"sequence: arena is the one it is listed in", n, <int64_t>a, <int64_t>s.arena)
         expect(r, b"sequence: the list links back", n, <int64_t>before, <int64_t>s.prev)
-        expect(r, b"sequence: both pages of a copy or neither", n, s.copy_from == PKV_NO_PAGE, s.copy_to == PKV_NO_PAGE)
         if not 0 <= s.n_pages_used <= s.max_pages:
             note(r, b"sequence: n_pages is in [0, max_pages]", n, s.max_pages, s.n_pages_used)
             whole = False
-        else:
-            for k in range(s.n_pages_used):
-                i = s.page_indices[k]
-                if i < a.n_pages:
-                    holders[i] += 1
-                else:
-                    note(r, b"sequence: table entry is a page", n, a.n_pages - 1, i)
-        if s.copy_to != PKV_NO_PAGE:
-            if s.copy_from < a.n_pages and s.copy_to < a.n_pages:
-                holders[s.copy_from] += 1
-                holders[s.copy_to] += 1
-            else:
-                note(r, b"sequence: copy is between pages", n, s.copy_from, s.copy_to)
+        elif seq_whole(s):
+            check_table(r, a, s, n, holders)
+        if not seq_whole(s):
+            note(r, b"sequence: constant fields hold", n, 1, 0)
+            whole = False
+        n_copies += s.copy_to != PKV_NO_PAGE
+        n += 1
+        if not links_hold(s) or s.prev != before:
+            note(r, b"sequence: links and copy hold", n - 1, 1, 0)
+            whole = False
+            break
         before = s
         s = s.next
-        n += 1
     if whole:
-        expect(r, b"arena: n_seqs is the number of sequences", -1, n + (s != NULL), a.n_seqs)
+        expect(r, b"arena: n_seqs is the number of sequences", -1, n, a.n_seqs)
+        expect(r, b"arena: n_copies is the number of copies", -1, n_copies, a.n_copies)
         for i in range(<uint32_t>a.n_pages):
-            expect(r, b"page: refcount is the number of holders", i, holders[i], a.pages[i].refcount)
+            if not (<ArenaBlock *>a).n_abandoned or holders[i] > a.pages[i].refcount:
+                expect(r, b"page: refcount is the number of holders", i, holders[i], a.pages[i].refcount)
 
 
 cdef void check_guards(Report *r, pkv_arena *a) noexcept nogil:
@@ -165,8 +189,11 @@ cdef void check_prefix(Report *r, pkv_arena *a, uint32_t *seen) noexcept nogil:
     cdef uint32_t i, child, before
     cdef int64_t b, n, total, n_indexed
     cdef uint64_t hash
-    if not prefix_canaries_hold(p) or p.arena != a:
+    if not prefix_canaries_hold(p):
         note(r, b"prefix: canaries hold", -1, 1, 0)
+        return
+    if not prefix_whole(p) or p.arena != a:
+        note(r, b"prefix: constant fields hold", -1, 1, 0)
         return
     # Each entry is met once as a child of its parent (first pages: counted here) and once in the bucket its hash names.
     memset(seen, 0, a.n_pages * sizeof(uint32_t))
@@ -217,25 +244,28 @@ cdef int64_t pkv_check(pkv_arena *a, int64_t level, pkv_violation *out, int64_t 
     """Write the first `capacity` violations of the invariants up to `level` (1, 2, 3) to out; returns how many there
     are.
 
-    BAD_INPUT for another level. A closed or poisoned arena is a violation. Level 3 allocates 4 bytes a page while it
-    runs; that being refused is a violation too.
+    BAD_INPUT for another level, a negative capacity, or a capacity without out; TAMPER for NULL. A closed or poisoned arena is a
+    violation, and so is what is no arena. Level 3 allocates 4 bytes a page while it runs; that being refused is a violation too.
     """
     cdef Report report
     cdef uint32_t *scratch
-    if not 1 <= level <= 3 or capacity < 0:
+    if not 1 <= level <= 3 or capacity < 0 or (capacity and out == NULL):
         return -PKV_BAD_INPUT
+    if a == NULL:
+        return -PKV_TAMPER
     report.out = out
     report.capacity = capacity
     report.n = 0
-    if a == NULL or not canaries_hold(a):
+    if not canaries_hold(a):
         note(&report, b"arena: canaries hold", -1, 1, 0)
         return report.n
     lock(a)
     expect(&report, b"arena: not poisoned", a.fault_page, PKV_FAULT_NONE, a.fault)
     if a.fault != PKV_FAULT_CLOSED:
+        check_fields(&report, a)
         check_counters(&report, a)
-        # Levels 2 and 3 index by n_pages: it must be believable.
-        if level >= 2 and 0 <= a.n_pages <= a.max_pages:
+        # Levels 2 and 3 follow the constant fields and index by n_pages: they must be believable.
+        if level >= 2 and constants_hold(a) and 0 <= a.n_pages <= a.max_pages:
             check_pages(&report, a)
             if level == 3:
                 check_list(&report, a, free_head(a), PKV_PAGE_FREE, a.n_free, b"free list: links answer each other",
@@ -246,12 +276,12 @@ cdef int64_t pkv_check(pkv_arena *a, int64_t level, pkv_violation *out, int64_t 
                 scratch = <uint32_t *>pkv_alloc((a.n_pages + 1) * sizeof(uint32_t))
                 if scratch == NULL:
                     note(&report, b"checker: memory for level 3", -1, 1, 0)
-                else:
+                elif roots_hold(a):
                     memset(scratch, 0, a.n_pages * sizeof(uint32_t))
                     check_sequences(&report, a, scratch)
                     if a.prefix != NULL:
                         check_prefix(&report, a, scratch)
-                    pkv_release(scratch)
+                pkv_release(scratch)
     unlock(a)
     return report.n
 
@@ -270,14 +300,15 @@ class Violation(NamedTuple):
 def check(Arena arena not None, level=3):
     """Violations of the arena's invariants up to `level` (1, 2, 3), at most 1000; empty when sound.
 
-    Never raises for damage, only BadInput for a level that does not exist. Holds the arena's lock and not the GIL.
+    Never raises for damage, only BadInput for a level that does not exist, and Tampered for an arena that was never initialised. Holds
+    the arena's lock and not the GIL.
     """
     cdef pkv_violation found[1000]
     cdef int64_t k, n, wanted
-    if level not in (1, 2, 3):
-        raise error(-PKV_BAD_INPUT, NULL, f"level: {level} is outside [1, 3]")
-    wanted = level
+    wanted = bounded("level", level, 1, 3)
     with nogil:
         n = pkv_check(arena.ptr, wanted, found, 1000)
+    if n < 0:
+        raise error(n, arena.ptr, "")
     return [Violation(found[k].what.decode(), found[k].where, found[k].expected, found[k].found)
             for k in range(min(n, 1000))]

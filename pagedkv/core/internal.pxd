@@ -3,7 +3,7 @@
 Inline only: each extension compiles its own copy, so the hot paths make no call. Nothing here is for consumers.
 """
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 from pagedkv.core.structs cimport *
 
@@ -53,6 +53,15 @@ cdef extern from *:
         return kind;
     }
     static inline void pkv_set_kind(pkv_page *page, uint16_t kind) { memcpy(&page->state, &kind, 2); }
+    /* The sum of what is constant from creation to close. */
+    __attribute__((no_sanitize("thread"))) static inline uint64_t pkv_arena_seal(const pkv_arena *a) {
+        uint64_t max_pages = (uint64_t)a->max_pages, growth_pages = (uint64_t)a->growth_pages;
+        uint64_t key = (uint64_t)a->link_key << 32 | a->flags;
+        return (uintptr_t)a ^ (uintptr_t)a->storage ^ (uint64_t)a->page_bytes * 3 ^ (uint64_t)a->page_stride * 5
+               ^ (uintptr_t)a->pages * 9 ^ (max_pages << 32 | max_pages >> 32) ^ (growth_pages << 16 | growth_pages >> 48)
+               ^ (key << 8 | key >> 56);
+    }
+    __attribute__((no_sanitize("thread"))) static inline uint64_t pkv_peek(const uint64_t *p) { return *p; }
     /* Two entries of a table as they lie in memory. */
     static inline uint64_t pkv_two(const uint32_t *t) {
         uint64_t two;
@@ -63,6 +72,8 @@ cdef extern from *:
     uint16_t PKV_KIND(int state) noexcept nogil
     uint16_t pkv_kind(const pkv_page *page) noexcept nogil
     void pkv_set_kind(pkv_page *page, uint16_t kind) noexcept nogil
+    uint64_t arena_seal "pkv_arena_seal"(const pkv_arena *a) noexcept nogil
+    uint64_t pkv_peek(const uint64_t *p) noexcept nogil
     uint64_t pkv_two(const uint32_t *t) noexcept nogil
     uint64_t pkv_load(const uint8_t *p) noexcept nogil
     void pkv_store(uint8_t *p, uint64_t word) noexcept nogil
@@ -109,27 +120,129 @@ cdef inline bint canaries_hold(const pkv_arena *a) noexcept nogil:
     return a.canary_pre == PKV_ARENA_CANARY_PRE and a.canary_post == PKV_ARENA_CANARY_POST
 
 
-cdef inline int64_t enter(pkv_arena *a) noexcept nogil:
-    """Level 1 check, then the lock: 0 with the lock held, or -TAMPER without it."""
-    if unlikely(a == NULL):
-        return -PKV_TAMPER
-    if unlikely(not canaries_hold(a)):
-        atomic_store_u32(&a.fault, PKV_FAULT_CANARY, RELAXED)
-        return -PKV_TAMPER
-    lock(a)
-    if unlikely(a.fault != PKV_FAULT_NONE or not counts_hold(a)):
-        poison(a, PKV_FAULT_COUNTS, -1)
-        unlock(a)
-        return -PKV_TAMPER
-    return 0
+# Canaries say that a struct is one of ours, and nothing of its fields. Behind each struct, in the same block, lie seals: sums
+# of the fields that nothing in a list or a table contradicts, and of the struct's own address. A field that was overwritten does not fit
+# its seal, whatever it is now, and a copy of a struct is none.
+
+cdef struct ArenaBlock:
+    pkv_arena arena
+    ArenaBlock *next    # of the registry
+    uint64_t check      # of next
+    uint64_t seal       # of the fields that are constant from creation to close; of nothing after it
+    uint64_t roots      # of seqs, prefix, evict and forget
+    uint64_t tallies    # of n_seqs and n_copies
+    int64_t n_abandoned # sequences destroyed with pages that a poisoned arena does not take back
+    int64_t forking     # the lock was taken for a fork
+
+cdef struct SeqBlock:
+    pkv_seq seq
+    uint64_t seal       # of arena, max_pages and page_indices
+    uint64_t links      # of next, prev, copy_from and copy_to
+
+cdef struct PrefixBlock:
+    pkv_prefix prefix
+    uint64_t seal       # of all but n_entries and the counters
+
+
+cdef inline uint64_t turned(uint64_t word, int by) noexcept nogil:
+    return word << by | word >> (64 - by)
+
+
+cdef inline bint constants_hold(const pkv_arena *a) noexcept nogil:
+    """Needs no lock: beside a close the answer may be either, and the arena refuses either way."""
+    return pkv_peek(&(<const ArenaBlock *>a).seal) == arena_seal(a)
+
+
+cdef inline bint sizes_hold(const pkv_arena *a) noexcept nogil:
+    """Constants too, but those that only closing uses."""
+    return (a.storage_bytes == <uint64_t>(a.max_pages * a.page_stride)
+            and a.pages_bytes == <uint64_t>(a.max_pages + 2) * sizeof(pkv_page))
+
+
+cdef inline uint64_t arena_roots(const pkv_arena *a) noexcept nogil:
+    return (turned(<uintptr_t>a, 1) ^ <uintptr_t>a.seqs ^ <uintptr_t>a.prefix * 3 ^ <uintptr_t>a.evict * 5
+            ^ <uintptr_t>a.forget * 9)
+
+
+cdef inline uint64_t arena_tallies(const pkv_arena *a) noexcept nogil:
+    return turned(<uintptr_t>a, 2) ^ <uint64_t>a.n_seqs ^ turned(<uint64_t>a.n_copies, 32)
+
+
+cdef inline bint roots_hold(const pkv_arena *a) noexcept nogil:
+    return (<const ArenaBlock *>a).roots == arena_roots(a)
+
+
+cdef inline bint tallies_hold(const pkv_arena *a) noexcept nogil:
+    return (<const ArenaBlock *>a).tallies == arena_tallies(a)
+
+
+cdef inline void seal_roots(pkv_arena *a) noexcept nogil:
+    """After a change of what roots are of, which held before it. The lock is held; so for the others."""
+    (<ArenaBlock *>a).roots = arena_roots(a)
+
+
+cdef inline void seal_tallies(pkv_arena *a) noexcept nogil:
+    (<ArenaBlock *>a).tallies = arena_tallies(a)
+
+
+cdef inline bint lists_hold(pkv_arena *a) noexcept nogil:
+    """Whether roots and tallies hold; else the arena is poisoned. The lock is held."""
+    if roots_hold(a) and tallies_hold(a):
+        return True
+    poison(a, PKV_FAULT_FIELD, -1)
+    return False
 
 
 cdef inline bint seq_canaries_hold(const pkv_seq *s) noexcept nogil:
     return s != NULL and s.canary_pre == PKV_SEQ_CANARY_PRE and s.canary_post == PKV_SEQ_CANARY_POST
 
 
+cdef inline uint64_t seq_seal(const pkv_seq *s) noexcept nogil:
+    return turned(<uintptr_t>s, 1) ^ <uintptr_t>s.arena ^ turned(<uint64_t>s.max_pages, 32) ^ <uintptr_t>s.page_indices * 3
+
+
+cdef inline bint seq_whole(const pkv_seq *s) noexcept nogil:
+    """Whether s is a sequence and its constant fields can be believed."""
+    return seq_canaries_hold(s) and (<const SeqBlock *>s).seal == seq_seal(s)
+
+
+cdef inline uint64_t seq_links(const pkv_seq *s) noexcept nogil:
+    return (turned(<uintptr_t>s, 2) ^ <uintptr_t>s.next * 3 ^ <uintptr_t>s.prev * 5
+            ^ turned(<uint64_t>s.copy_from << 32 | s.copy_to, 8))
+
+
+cdef inline bint links_hold(const pkv_seq *s) noexcept nogil:
+    """The same for what changes under the lock, which is held; s is whole."""
+    return (<const SeqBlock *>s).links == seq_links(s)
+
+
+cdef inline void seal_links(pkv_seq *s) noexcept nogil:
+    (<SeqBlock *>s).links = seq_links(s)
+
+
+cdef inline void leave_arena(pkv_seq *s) noexcept nogil:
+    """The arena of s is no more."""
+    s.arena = NULL
+    (<SeqBlock *>s).seal = seq_seal(s)
+
+
 cdef inline bint prefix_canaries_hold(const pkv_prefix *p) noexcept nogil:
     return p != NULL and p.canary_pre == PKV_PREFIX_CANARY_PRE and p.canary_post == PKV_PREFIX_CANARY_POST
+
+
+cdef inline uint64_t prefix_seal(const pkv_prefix *p) noexcept nogil:
+    return (turned(<uintptr_t>p, 1) ^ <uintptr_t>p.arena ^ <uintptr_t>p.buckets * 3 ^ <uintptr_t>p.entries * 5
+            ^ <uintptr_t>p.tokens * 9 ^ turned(<uint64_t>p.page_tokens, 32) ^ turned(<uint64_t>p.n_buckets, 40) ^ turned(p.seed, 8)
+            ^ turned(p.buckets_bytes, 16) ^ turned(p.entries_bytes, 24) ^ turned(p.tokens_bytes, 48))
+
+
+cdef inline bint prefix_whole(const pkv_prefix *p) noexcept nogil:
+    """Whether p is a prefix index and its constant fields can be believed."""
+    return prefix_canaries_hold(p) and (<const PrefixBlock *>p).seal == prefix_seal(p)
+
+
+cdef inline void seal_prefix(pkv_prefix *p) noexcept nogil:
+    (<PrefixBlock *>p).seal = prefix_seal(p)
 
 
 # Lists are circular and doubly linked through a fake page each, so insertion and removal need no special case.

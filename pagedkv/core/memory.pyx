@@ -16,6 +16,7 @@ cdef extern from "<sys/mman.h>" nogil:
     int munmap(void *addr, size_t length)
     int mprotect(void *addr, size_t length, int prot)
     int madvise(void *addr, size_t length, int advice)
+    int mincore(void *addr, size_t length, unsigned char *vec)
     const int PROT_NONE, PROT_READ, PROT_WRITE, MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE
     const int MADV_DONTNEED, MADV_HUGEPAGE
     void *MAP_FAILED
@@ -91,12 +92,30 @@ cdef int pkv_commit(void *base, size_t start, size_t stop) noexcept nogil:
 
 
 cdef int64_t pkv_drop(void *base, size_t start, size_t stop) noexcept nogil:
-    """Hand the OS pages that lie wholly inside [start, stop) back; they read as zeros when touched again. Bytes handed
-    back.
+    """Hand the OS pages that lie wholly inside [start, stop) back; they read as zeros when touched again. Bytes of those
+    that were in memory.
     """
     cdef size_t os_page = <size_t>sysconf(_SC_PAGESIZE)
+    cdef int64_t result
     start = (start + os_page - 1) & ~(os_page - 1)
     stop &= ~(os_page - 1)
-    if stop <= start or madvise(<char *>base + start, stop - start, MADV_DONTNEED):
+    if stop <= start:
         return 0
-    return <int64_t>(stop - start)
+    result = resident(<char *>base + start, stop - start, os_page)
+    return 0 if madvise(<char *>base + start, stop - start, MADV_DONTNEED) else result
+
+
+cdef int64_t resident(char *base, size_t n_bytes, size_t os_page) noexcept nogil:
+    """Bytes of n_bytes, all committed, that are in memory; all where the system does not tell."""
+    cdef unsigned char vec[4096]
+    cdef size_t at = 0
+    cdef size_t k, step
+    cdef int64_t n = 0
+    while at < n_bytes:
+        step = min(n_bytes - at, sizeof(vec) * os_page)
+        if mincore(base + at, step, vec):
+            return <int64_t>n_bytes
+        for k in range(step // os_page):
+            n += vec[k] & 1
+        at += step
+    return n * <int64_t>os_page

@@ -4,7 +4,8 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport int64_t, uint8_t
 
 from pagedkv.core.arena cimport Arena, error, pkv_arena_n_pages
-from pagedkv.core.internal cimport *
+from pagedkv.core.internal cimport unlock
+from pagedkv.core.registry cimport enter
 from pagedkv.core.structs cimport *
 
 

@@ -63,7 +63,7 @@ cdef int64_t pkv_held_can_take(pkv_arena *a, int64_t n) noexcept nogil:
 
 
 cdef int64_t pkv_held_take_free(pkv_arena *a, int64_t n, uint32_t *out) noexcept nogil:
-    """Take n pages, refcount 1, from the free list, which has that many: 0, or TAMPER with some already taken."""
+    """Take n pages, refcount 1, from the free list, which has that many: 0, or TAMPER with none taken."""
     cdef pkv_page *pages = a.pages
     cdef uint32_t head = free_head(a)
     cdef uint32_t before = head
@@ -78,6 +78,7 @@ cdef int64_t pkv_held_take_free(pkv_arena *a, int64_t n, uint32_t *out) noexcept
     while k < n:
         page = pages + i
         if i >= n_pages or page.state != PKV_PAGE_FREE or page.refcount or decode(a, i, page.prev) != before:
+            put_back(a, out, k, i)
             return poison(a, PKV_FAULT_LINK, <int64_t>i if i < n_pages else -1)
         step = decode(a, i, page.next) - i
         salted = salt(i)
@@ -99,6 +100,7 @@ cdef int64_t pkv_held_take_free(pkv_arena *a, int64_t n, uint32_t *out) noexcept
                     or page.refcount or pkv_kind(page) != PKV_KIND(PKV_PAGE_FREE)):
                 break
     if i > head or decode(a, i, pages[i].prev) != before:
+        put_back(a, out, k, i)
         return poison(a, PKV_FAULT_LINK, <int64_t>before if before != head else -1)
     pages[head].next = encode(a, head, i)
     pages[i].prev = encode(a, i, head)
@@ -108,6 +110,21 @@ cdef int64_t pkv_held_take_free(pkv_arena *a, int64_t n, uint32_t *out) noexcept
     return 0
 
 
+cdef void put_back(pkv_arena *a, const uint32_t *taken, int64_t n, uint32_t following) noexcept nogil:
+    """Undo a take that met damage behind its n-th page: as they were, in front of `following`, so that only what is damaged
+    looks so.
+    """
+    cdef uint32_t before = free_head(a)
+    cdef int64_t k
+    for k in range(n):
+        a.pages[taken[k]].prev = encode(a, taken[k], before)
+        a.pages[taken[k]].next = encode(a, taken[k], taken[k + 1] if k + 1 < n else following)
+        a.pages[taken[k]].refcount = 0
+        a.pages[taken[k]].state = PKV_PAGE_FREE
+        pkv_hide(page_at(a, taken[k]), a.page_stride)
+        before = taken[k]
+
+
 cdef int64_t pkv_held_take(pkv_arena *a) noexcept nogil:
     """A page with refcount 1 that no table holds yet; POOL_EXHAUSTED with nothing changed."""
     cdef uint32_t page
@@ -115,7 +132,7 @@ cdef int64_t pkv_held_take(pkv_arena *a) noexcept nogil:
     if a.n_free == 0:
         status = pkv_held_grow(a, min(a.growth_pages, a.max_pages - a.n_pages))
         if status == -PKV_POOL_EXHAUSTED and a.n_cached and a.evict != NULL:
-            status = a.evict(a)
+            status = a.evict(a) if lists_hold(a) else -PKV_TAMPER
         if status < 0:
             return status
     status = pkv_held_take_free(a, 1, &page)
@@ -153,8 +170,9 @@ cdef int64_t pkv_held_drop(pkv_arena *a, uint32_t i, uint32_t *cursor) noexcept 
     return 0
 
 
-cdef int64_t pkv_held_drop_last(pkv_arena *a, const uint32_t *table, int64_t used, int64_t kept) noexcept nogil:
-    """Drop the entries [kept, used) of a table, last first: how many entries are left, or TAMPER.
+cdef int64_t pkv_held_drop_last(pkv_arena *a, const uint32_t *table, int64_t *used, int64_t kept) noexcept nogil:
+    """Drop the entries [kept, used) of a table, last first, and say in *used how many are left: 0, or TAMPER with the entry
+    that is damaged and those in front of it left.
 
     The pages that become free go to the front of the free list in that order, linked to each other first and to the
     rest of the list once, at the end.
@@ -168,16 +186,18 @@ cdef int64_t pkv_held_drop_last(pkv_arena *a, const uint32_t *table, int64_t use
     cdef uint32_t key = a.link_key
     cdef bint guarded = a.flags & PKV_ARENA_GUARD
     cdef int64_t n_freed = 0
+    cdef int64_t left = used[0]
+    cdef int64_t result = 0
     cdef int64_t start
     cdef uint32_t i
     cdef pkv_page *page
     if after > lru_head(a) or decode(a, after, pages[after].prev) != head:
         return poison(a, PKV_FAULT_LINK, -1)
     # Pages that become free and pages with other holders come in runs: a loop for each, without what the other needs.
-    while used > kept:
-        start = used
-        while used > kept:
-            i = table[used - 1]
+    while left > kept:
+        start = left
+        while left > kept:
+            i = table[left - 1]
             page = pages + i
             if i >= n_pages or page.refcount != 1 or pkv_kind(page) != PKV_KIND(PKV_PAGE_IN_USE):
                 break
@@ -189,31 +209,35 @@ cdef int64_t pkv_held_drop_last(pkv_arena *a, const uint32_t *table, int64_t use
             pkv_set_kind(page, PKV_KIND(PKV_PAGE_FREE))
             pkv_hide(page_at(a, i), a.page_stride)
             cursor = i
-            used -= 1
-        n_freed += start - used
-        used -= count_run(pages, n_pages, table + kept, used - kept, True, 2, <uint32_t>-1)
-        while used > kept and table[used - 1] < n_pages and pages[table[used - 1]].refcount > 1:
-            used -= 1
-            pages[table[used]].refcount -= 1
-        if used == start:
-            used -= 1
-            i = table[used]
+            left -= 1
+        n_freed += start - left
+        left -= count_run(pages, n_pages, table + kept, left - kept, True, 2, <uint32_t>-1)
+        while left > kept and table[left - 1] < n_pages and pages[table[left - 1]].refcount > 1:
+            left -= 1
+            pages[table[left]].refcount -= 1
+        if left == start:
+            i = table[left - 1]
             if i >= n_pages or pkv_held_drop(a, i, &unused):
-                return poison(a, PKV_FAULT_PAGE, i)
+                result = poison(a, PKV_FAULT_PAGE, i)
+                break
+            left -= 1
     if n_freed:
         pages[cursor].next = encode(a, cursor, after)
         pages[after].prev = encode(a, after, cursor)
         a.n_free += n_freed
         a.n_in_use -= n_freed
-    return used
+    used[0] = left
+    return result
 
 
 cdef int64_t pkv_held_uncache(pkv_arena *a, uint32_t i) noexcept nogil:
     """A CACHED page becomes FREE, first to be taken; the caller has dropped it from the index."""
-    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_CACHED or not unlink(a, i):
+    if i >= a.n_pages or a.pages[i].state != PKV_PAGE_CACHED:
         return poison(a, PKV_FAULT_LINK, i)
     if not guard_holds(a, i):
         return poison(a, PKV_FAULT_GUARD, i)
+    if not linked(a, free_head(a)) or not unlink(a, i):
+        return poison(a, PKV_FAULT_LINK, i)
     if not insert_after(a, free_head(a), i):
         return poison(a, PKV_FAULT_LINK, i)
     a.pages[i].state = PKV_PAGE_FREE

@@ -17,7 +17,7 @@ from pagedkv.core.arena cimport *
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_map, pkv_release, pkv_unmap
 from pagedkv.core.pages cimport pkv_held_drop, pkv_held_revive, pkv_held_uncache
-from pagedkv.core.registry cimport enter_both, enter_prefix, pkv_blame
+from pagedkv.core.registry cimport enter, enter_both, enter_prefix, pkv_blame, pkv_blame_arena
 from pagedkv.core.sequence cimport Sequence
 from pagedkv.core.structs cimport *
 
@@ -75,11 +75,12 @@ cdef int64_t add(pkv_prefix *p, uint32_t i, uint32_t parent, uint64_t hash, cons
 
 
 cdef int64_t remove_leaf(pkv_prefix *p, uint32_t i) noexcept nogil:
-    """Take a childless entry out of tree and bucket; its page becomes FREE if it was CACHED."""
+    """Take a childless entry out of tree and bucket; its page becomes FREE if it was CACHED. Or TAMPER, and it stays."""
     cdef pkv_arena *a = p.arena
     cdef pkv_prefix_entry *entry = p.entries + i
     cdef uint32_t *link = bucket_of(p, entry.hash)
     cdef int64_t steps = p.n_entries
+    cdef int64_t status
     while link[0] != i:
         if link[0] >= a.n_pages or steps == 0:
             return poison(a, PKV_FAULT_PREFIX, i)
@@ -87,6 +88,10 @@ cdef int64_t remove_leaf(pkv_prefix *p, uint32_t i) noexcept nogil:
         steps -= 1
     if not (valid_ref(p, entry.parent) and valid_ref(p, entry.prev_sibling) and valid_ref(p, entry.next_sibling)):
         return poison(a, PKV_FAULT_PREFIX, i)
+    if a.pages[i].state == PKV_PAGE_CACHED:
+        status = pkv_held_uncache(a, i)
+        if status:
+            return status
     link[0] = entry.next_in_bucket
     if entry.next_sibling != PKV_NO_PAGE:
         p.entries[entry.next_sibling].prev_sibling = entry.prev_sibling
@@ -96,7 +101,7 @@ cdef int64_t remove_leaf(pkv_prefix *p, uint32_t i) noexcept nogil:
         p.entries[entry.parent].first_child = entry.next_sibling
     a.pages[i].indexed = 0
     p.n_entries -= 1
-    return pkv_held_uncache(a, i) if a.pages[i].state == PKV_PAGE_CACHED else 0
+    return 0
 
 
 cdef int64_t remove(pkv_prefix *p, uint32_t top) noexcept nogil:
@@ -122,7 +127,10 @@ cdef int64_t remove(pkv_prefix *p, uint32_t top) noexcept nogil:
 
 cdef void forget(pkv_arena *a, uint32_t i) noexcept nogil:
     """Hook of the arena: the content of page i is about to change."""
-    remove(a.prefix, i)
+    if prefix_whole(a.prefix):
+        remove(a.prefix, i)
+    else:
+        poison(a, PKV_FAULT_PREFIX, -1)
 
 
 cdef int64_t evict(pkv_arena *a) noexcept nogil:
@@ -134,6 +142,8 @@ cdef int64_t evict(pkv_arena *a) noexcept nogil:
     cdef uint32_t i = oldest
     cdef int64_t steps = a.n_cached
     cdef int64_t status
+    if not prefix_whole(p):
+        return poison(a, PKV_FAULT_PREFIX, -1)
     while i != head:
         if i >= a.n_pages or a.pages[i].state != PKV_PAGE_CACHED or not linked(a, i) or steps == 0:
             return poison(a, PKV_FAULT_LINK, <int64_t>i if i < a.n_pages else -1)
@@ -167,10 +177,10 @@ cdef int64_t pkv_prefix_new(pkv_prefix **out, pkv_arena *arena, int64_t page_tok
         return -PKV_TAMPER
     if not 0 < page_tokens <= PKV_MAX_STORAGE // 4 // arena.max_pages:
         return -PKV_BAD_INPUT
-    p = <pkv_prefix *>pkv_alloc(sizeof(pkv_prefix))
+    p = <pkv_prefix *>pkv_alloc(sizeof(PrefixBlock))
     if p == NULL:
         return -PKV_POOL_EXHAUSTED
-    memset(p, 0, sizeof(pkv_prefix))
+    memset(p, 0, sizeof(PrefixBlock))
     p.canary_pre = PKV_PREFIX_CANARY_PRE
     p.canary_post = PKV_PREFIX_CANARY_POST
     p.page_tokens = page_tokens
@@ -189,13 +199,17 @@ cdef int64_t pkv_prefix_new(pkv_prefix **out, pkv_arena *arena, int64_t page_tok
         memset(p.buckets, 0xFF, p.buckets_bytes)
         status = enter(arena)
         if status == 0:
-            if arena.prefix != NULL:
+            if not lists_hold(arena):
+                status = -PKV_TAMPER
+            elif arena.prefix != NULL:
                 status = -PKV_BAD_INPUT
             else:
                 p.arena = arena
                 arena.evict = evict
                 arena.forget = forget
                 arena.prefix = p
+                seal_prefix(p)
+                seal_roots(arena)
             unlock(arena)
     if status:
         release(p)
@@ -235,22 +249,28 @@ cdef int64_t pkv_prefix_clear(pkv_prefix *p) noexcept nogil:
 cdef int64_t pkv_prefix_destroy(pkv_prefix *p) noexcept nogil:
     """Clear the index, take it from its arena and release it, also after the arena was closed, poisoned or destroyed.
 
-    A struct whose canaries do not hold is left alone: TAMPER. No other thread may be using the index.
+    A struct that is not whole is left alone: TAMPER. No other thread may be using the index.
     """
     cdef pkv_arena *a
-    if not prefix_canaries_hold(p):
+    cdef bint known
+    if not prefix_whole(p):
         return pkv_blame(p)
     a = p.arena
     if a != NULL:
         if not canaries_hold(a):
-            return -PKV_TAMPER
+            return pkv_blame_arena(a)
         lock(a)
-        if a.fault == PKV_FAULT_NONE:
-            clear(p)
-        a.evict = NULL
-        a.forget = NULL
-        a.prefix = NULL
+        known = lists_hold(a) and a.prefix == p
+        if known:
+            if a.fault == PKV_FAULT_NONE and constants_hold(a) and counts_hold(a):
+                clear(p)
+            a.evict = NULL
+            a.forget = NULL
+            a.prefix = NULL
+            seal_roots(a)
         unlock(a)
+        if not known:
+            return -PKV_TAMPER
     release(p)
     return 0
 
@@ -378,6 +398,8 @@ cdef int64_t pkv_prefix_insert(pkv_prefix *p, pkv_seq *s, const int32_t *tokens,
         else:
             hash = chain_hash(hash, content, p.page_tokens)
             known = find(p, parent, hash, content)
+            if known >= 0 and a.pages[page].refcount == 1 and not guard_holds(a, page):
+                known = poison(a, PKV_FAULT_GUARD, page)
             if known == -PKV_NOT_FOUND:
                 if add(p, page, parent, hash, content):
                     result = -PKV_TAMPER

@@ -13,35 +13,75 @@ from pagedkv.core.arena cimport *
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
 from pagedkv.core.pages cimport pkv_held_can_take, pkv_held_drop, pkv_held_drop_last, pkv_held_take, pkv_held_take_free
-from pagedkv.core.registry cimport enter_seq, pkv_blame
+from pagedkv.core.registry cimport enter, enter_seq, pkv_blame, pkv_blame_arena
 from pagedkv.core.structs cimport *
+
+from pagedkv.core.errors import Tampered
 
 
 # --- creation and end -------------------------------------------------------------------------------------------------
 
 cdef pkv_seq *allocate(int64_t max_pages) noexcept nogil:
     """Struct and table in one block, on no arena yet; NULL when memory is refused."""
-    cdef pkv_seq *s = <pkv_seq *>pkv_alloc(sizeof(pkv_seq) + max_pages * sizeof(uint32_t))
+    cdef pkv_seq *s = <pkv_seq *>pkv_alloc(sizeof(SeqBlock) + max_pages * sizeof(uint32_t))
     if s != NULL:
         s.canary_pre = PKV_SEQ_CANARY_PRE
         s.canary_post = PKV_SEQ_CANARY_POST
         s.arena = NULL
         s.seq_id = s.n_pages_used = s.n_tokens = 0
         s.max_pages = max_pages
-        s.page_indices = <uint32_t *>(s + 1)
+        s.page_indices = <uint32_t *>(<SeqBlock *>s + 1)
         s.next = s.prev = NULL
         s.copy_from = s.copy_to = PKV_NO_PAGE
     return s
 
 
-cdef void register(pkv_arena *a, pkv_seq *s) noexcept nogil:
-    """Put s on the arena's list; the lock is held."""
+cdef bint register(pkv_arena *a, pkv_seq *s) noexcept nogil:
+    """Put s on the arena's list; false, and the arena poisoned, when that is damaged. The lock is held."""
+    if not lists_hold(a):
+        return False
+    if a.seqs != NULL and not (seq_whole(a.seqs) and links_hold(a.seqs)):
+        poison(a, PKV_FAULT_SEQUENCE, -1)
+        return False
     s.arena = a
     s.next = a.seqs
+    (<SeqBlock *>s).seal = seq_seal(s)
+    seal_links(s)
     if a.seqs != NULL:
         a.seqs.prev = s
+        seal_links(a.seqs)
     a.seqs = s
     a.n_seqs += 1
+    seal_roots(a)
+    seal_tallies(a)
+    return True
+
+
+cdef bint unregister(pkv_arena *a, pkv_seq *s) noexcept nogil:
+    """Take s, which is whole, off the arena's list; false, and the arena poisoned, when s, a neighbour or the list is damaged.
+    The lock is held."""
+    if not lists_hold(a):
+        return False
+    if (not links_hold(s) or (s.prev == NULL and a.seqs != s) or (s.prev != NULL and not answers(s.prev, s.prev.next, s))
+            or (s.next != NULL and not answers(s.next, s.next.prev, s))):
+        poison(a, PKV_FAULT_SEQUENCE, -1)
+        return False
+    if s.prev != NULL:
+        s.prev.next = s.next
+        seal_links(s.prev)
+    else:
+        a.seqs = s.next
+    if s.next != NULL:
+        s.next.prev = s.prev
+        seal_links(s.next)
+    a.n_seqs -= 1
+    seal_roots(a)
+    seal_tallies(a)
+    return True
+
+
+cdef inline bint answers(const pkv_seq *neighbour, const pkv_seq *link, const pkv_seq *s) noexcept nogil:
+    return seq_whole(neighbour) and links_hold(neighbour) and link == s
 
 
 cdef int64_t pkv_seq_new(pkv_seq **out, pkv_arena *arena, int64_t seq_id, int64_t max_pages) noexcept nogil:
@@ -61,39 +101,36 @@ cdef int64_t pkv_seq_new(pkv_seq **out, pkv_arena *arena, int64_t seq_id, int64_
     if enter(arena):
         pkv_release(s)
         return -PKV_TAMPER
-    register(arena, s)
+    if register(arena, s):
+        out[0] = s
     unlock(arena)
-    out[0] = s
+    if out[0] == NULL:
+        pkv_release(s)
+        return -PKV_TAMPER
     return 0
 
 
 cdef int64_t pkv_seq_destroy(pkv_seq *s) noexcept nogil:
     """Free the pages and release the struct, also after its arena was closed, poisoned or destroyed.
 
-    A struct whose canaries do not hold, or whose neighbours on the arena's list do not know it, is left alone: TAMPER.
+    A struct that is not whole, or whose neighbours on the arena's list do not know it, is left alone: TAMPER.
     No other thread may be using the sequence.
     """
     cdef pkv_arena *a
-    if not seq_canaries_hold(s):
+    cdef bint listed
+    if not seq_whole(s):
         return pkv_blame(s)
     pkv_seq_free(s)
     a = s.arena
     if a != NULL:
         if not canaries_hold(a):
-            return -PKV_TAMPER
+            return pkv_blame_arena(a)
         lock(a)
-        if (s.prev.next if s.prev != NULL else a.seqs) != s or (s.next != NULL and s.next.prev != s):
-            poison(a, PKV_FAULT_SEQUENCE, -1)
-            unlock(a)
-            return -PKV_TAMPER
-        if s.prev != NULL:
-            s.prev.next = s.next
-        else:
-            a.seqs = s.next
-        if s.next != NULL:
-            s.next.prev = s.prev
-        a.n_seqs -= 1
+        listed = unregister(a, s)
+        (<ArenaBlock *>a).n_abandoned += listed and s.n_pages_used > 0
         unlock(a)
+        if not listed:
+            return -PKV_TAMPER
     s.canary_pre = s.canary_post = 0
     pkv_release(s)
     return 0
@@ -244,15 +281,21 @@ cdef int64_t pkv_seq_snapshot(pkv_seq **out, pkv_seq *s) noexcept nogil:
     for k in range(s.n_pages_used):
         if not holdable(a, s.page_indices[k]) or a.pages[s.page_indices[k]].refcount == <uint32_t>0xFFFFFFFF:
             result = poison(a, PKV_FAULT_PAGE, s.page_indices[k])
-            unlock(a)
-            pkv_release(copy)
-            return result
+            break
         a.pages[s.page_indices[k]].refcount += 1
+    else:
+        k = s.n_pages_used
+    if result or not register(a, copy):
+        while k > 0:
+            k -= 1
+            a.pages[s.page_indices[k]].refcount -= 1
+        unlock(a)
+        pkv_release(copy)
+        return -PKV_TAMPER
     memcpy(copy.page_indices, s.page_indices, s.n_pages_used * sizeof(uint32_t))
     copy.seq_id = s.seq_id
     copy.n_pages_used = s.n_pages_used
     copy.n_tokens = s.n_tokens
-    register(a, copy)
     unlock(a)
     out[0] = copy
     return 0
@@ -302,13 +345,18 @@ cdef int64_t pkv_seq_write_page(pkv_seq *s, int64_t i) noexcept nogil:
     cdef uint32_t old, cursor
     cdef int64_t taken
     cdef int64_t result = enter_seq(s)
-    while result == 0 and s.copy_to != PKV_NO_PAGE:
+    while result == 0 and s.copy_to != PKV_NO_PAGE and links_hold(s):
         unlock(s.arena)
         sched_yield()
         result = enter_seq(s)
     if result:
         return result
     a = s.arena
+    if not links_hold(s):
+        poison(a, PKV_FAULT_SEQUENCE, -1)
+    if a.fault or not lists_hold(a):
+        unlock(a)
+        return -PKV_TAMPER
     old = s.page_indices[i] if 0 <= i < s.n_pages_used else PKV_NO_PAGE
     if old == PKV_NO_PAGE:
         result = -PKV_BAD_INPUT
@@ -334,11 +382,21 @@ cdef int64_t pkv_seq_write_page(pkv_seq *s, int64_t i) noexcept nogil:
     s.copy_from = old
     s.copy_to = <uint32_t>taken
     a.n_copies += 1
+    seal_links(s)
+    seal_tallies(a)
     unlock(a)
     memcpy(page_at(a, taken), page_at(a, old), a.page_bytes)
     lock(a)
-    a.n_copies -= 1
-    s.copy_from = s.copy_to = PKV_NO_PAGE
+    if tallies_hold(a):
+        a.n_copies -= 1
+        seal_tallies(a)
+    else:
+        poison(a, PKV_FAULT_FIELD, -1)
+    if links_hold(s):
+        s.copy_from = s.copy_to = PKV_NO_PAGE
+        seal_links(s)
+    else:
+        poison(a, PKV_FAULT_SEQUENCE, -1)
     if a.fault:
         unlock(a)
         return -PKV_TAMPER
@@ -367,11 +425,11 @@ cdef int64_t pkv_seq_truncate_pages(pkv_seq *s, int64_t n) noexcept nogil:
     else:
         if n == s.n_pages_used - 1:
             result = free_only(s.arena, s.page_indices[n])
-        if result == 0:
-            result = pkv_held_drop_last(s.arena, s.page_indices, s.n_pages_used, n)
-        if result >= 0:
+        if result > 0:
             s.n_pages_used = n
             result = 0
+        elif result == 0:
+            result = pkv_held_drop_last(s.arena, s.page_indices, &s.n_pages_used, n)
     unlock(s.arena)
     return result
 
@@ -379,7 +437,7 @@ cdef int64_t pkv_seq_truncate_pages(pkv_seq *s, int64_t n) noexcept nogil:
 cdef int64_t pkv_seq_free(pkv_seq *s) noexcept nogil:
     """Drop all pages, last first. Idempotent, and OK after the arena was closed, which freed them; TAMPER."""
     cdef int64_t result = pkv_seq_truncate_pages(s, 0)
-    if result == -PKV_TAMPER and seq_canaries_hold(s) and s.arena != NULL and canaries_hold(s.arena):
+    if result == -PKV_TAMPER and seq_whole(s) and s.arena != NULL and canaries_hold(s.arena):
         lock(s.arena)
         if s.arena.fault == PKV_FAULT_CLOSED:
             s.n_pages_used = 0
@@ -429,8 +487,13 @@ cdef class Sequence:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc):
-        self.free()
+    def __exit__(self, kind, value, trace):
+        """free(), but an exception on its way out is not replaced by what damage makes of that."""
+        try:
+            self.free()
+        except Tampered:
+            if kind is None:
+                raise
 
     cdef object refuse(self, int64_t code, str message):
         """The exception for a negated verdict. A damaged sequence cannot be trusted to name its arena, so poison that

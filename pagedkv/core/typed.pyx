@@ -99,7 +99,7 @@ cdef int64_t pkv_kv_attend(const pkv_kv_pages *p, const uint32_t *page_table, in
 cdef int64_t pkv_kv_attend_on(pkv_pool *pool, const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
                               int64_t n_queries, const pkv_attention *how, const float *q, float *out) noexcept nogil:
     """pkv_kv_attend on the threads of a pool, with the same bits; POOL_EXHAUSTED also when a thread cannot be started."""
-    return attend_with(pool, p, page_table, layer, n_tokens, n_queries, how, q, out) if pool != NULL else -PKV_BAD_INPUT
+    return attend_with(pool, p, page_table, layer, n_tokens, n_queries, how, q, out) if pool != NULL else -PKV_TAMPER
 
 
 cdef int64_t attend_with(pkv_pool *pool, const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t n_tokens,

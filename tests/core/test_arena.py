@@ -159,6 +159,20 @@ def test_trim_gives_memory_back_and_spares_pages_in_use():
     assert bytes(arena.page(seq.append_page())) == bytes(1 << 20)
 
 
+def test_trim_counts_what_was_in_memory():
+    arena = Arena(64, 1 << 20, max_pages=65)
+    assert arena.trim() == 0  # committed, and nothing of it touched
+    seq = arena.sequence(max_pages=65)
+    arena.page(seq.append_pages(3)[1])[: 1 << 19] = b"\x55" * (1 << 19)
+    assert arena.trim() == 0
+    seq.free()
+    handed_back = arena.trim()
+    assert 1 << 19 <= handed_back <= 4 << 20  # more where the system gave a huge page
+    assert [arena.trim(), arena.trim()] == [0, 0]
+    seq.append_pages(65)
+    assert arena.trim() == 0 and arena.check() == []
+
+
 def test_reserved_address_space_costs_no_memory():
     before = resident_bytes()
     arena = Arena(1, 1 << 20, max_pages=1 << 20)

@@ -91,6 +91,10 @@ def damage_seq_list(w):
     w.arena_field("n_seqs").value += 1
 
 
+def damage_copies(w):
+    w.arena_field("n_copies").value = 1
+
+
 def damage_back_link(w):
     field(w.a.address, "pkv_seq.prev").value ^= 64
 
@@ -116,6 +120,38 @@ DAMAGE = {
         lambda w: setattr(w.arena_field("n_pages"), "value", 99),
         1,
         "arena: n_pages is in [0, max_pages]",
+    ),
+    "largest number of pages": (
+        lambda w: setattr(w.arena_field("max_pages"), "value", 9),
+        1,
+        "arena: constant fields hold",
+    ),
+    "bytes mapped": (
+        lambda w: setattr(w.arena_field("storage_bytes"), "value", 4096),
+        1,
+        "arena: sizes of its mappings are those of its pages",
+    ),
+    "pointer to the sequences": (
+        lambda w: setattr(w.arena_field("seqs"), "value", 64),
+        1,
+        "arena: pointers to its sequences and index hold",
+    ),
+    "number of copies, by its sum": (damage_copies, 1, "arena: counts of sequences and copies hold"),
+    "number of copies": (damage_copies, 3, "arena: n_copies is the number of copies"),
+    "sequence limit": (
+        lambda w: setattr(field(w.a.address, "pkv_seq.max_pages"), "value", 1 << 40),
+        3,
+        "sequence: constant fields hold",
+    ),
+    "sequence link": (
+        lambda w: setattr(field(w.a.address, "pkv_seq.next"), "value", 64),
+        3,
+        "sequence: links and copy hold",
+    ),
+    "index limit": (
+        lambda w: setattr(field(w.index.address, "pkv_prefix.n_buckets"), "value", 1 << 40),
+        3,
+        "prefix: constant fields hold",
     ),
     "negative n_free": (lambda w: setattr(w.arena_field("n_free"), "value", -1), 1, "arena: n_free is not negative"),
     "negative n_in_use": (

@@ -11,7 +11,7 @@ from kv import fill, make, state
 from tiny_llama import TinyLlama
 
 from pagedkv.core._kernels import ThreadPool
-from pagedkv.core._testing import let_pass
+from pagedkv.core._testing import let_pass, meta_address, poke
 from pagedkv.core.arena import Arena
 from pagedkv.core.errors import BadInput, PoolExhausted, Tampered
 
@@ -146,3 +146,31 @@ def test_calls_refused_memory_change_nothing_and_do_not_keep_the_cache_open():
         twin.write_kv(0, 0, k, k)
     assert state(kv, seq, twin) == before
     kv.close()
+
+
+class Trouble(Exception):
+    pass
+
+
+def test_an_exception_on_its_way_out_is_not_replaced():
+    with pytest.raises(Trouble), Arena(1, 64) as arena:
+        view = arena.page(arena.sequence().append_page())
+        raise Trouble
+    assert arena.is_valid()
+    view.release()
+    arena.close()
+    arena = Arena(1, 64)
+    seq = arena.sequence()
+    with pytest.raises(Trouble), seq:
+        seq.append_page()
+        poke(meta_address(arena, 0), b"\x00")
+        raise Trouble
+    with pytest.raises(Tampered):
+        seq.free()
+
+
+def test_without_an_exception_a_view_is_named():
+    with pytest.raises(BadInput, match="1 page views"), Arena(1, 64) as arena:
+        view = arena.page(arena.sequence().append_page())
+    view.release()
+    arena.close()

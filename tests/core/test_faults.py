@@ -358,6 +358,80 @@ def test_overrun_is_found_when_a_cached_page_is_evicted():
         seq.append_page()
 
 
+OVERRUNS = {
+    "dropped last of several": (1, lambda w: w.a.free()),
+    "dropped first of several": (3, lambda w: w.a.free()),
+    "dropped alone": (3, lambda w: w.a.truncate_pages(3)),
+    "truncated": (2, lambda w: w.a.truncate_pages(1)),
+    "destroyed": (1, lambda w: w.destroy()),
+    "exchanged for a known page": (5, lambda w: w.index.insert(w.b, [7])),
+    "forgotten": (4, lambda w: w.index.clear()),
+    "evicted": (4, lambda w: w.b.append_pages(3)),
+}
+
+
+class Overrun:
+    """Pages 0 to 3 in one table, 4 CACHED, 5 in another table with the same content, 6 and 7 FREE."""
+
+    def __init__(self):
+        self.arena = Arena(8, 64, guard=True)
+        self.index = PrefixIndex(self.arena, 1)
+        self.a, self.b, cached = self.arena.sequence(), self.arena.sequence(), self.arena.sequence()
+        self.a.append_pages(4)
+        cached.append_page()
+        self.index.insert(cached, [7])
+        self.b.append_page()
+        cached.free()
+        assert (self.a.page_table, self.b.page_table, lru_list(self.arena)) == ([0, 1, 2, 3], [5], [4])
+
+    def destroy(self):
+        """The table that fails to give its pages back is gone afterwards."""
+        with pytest.raises(Tampered) as caught:
+            self.a.free()
+        del self.a
+        gc.collect()
+        raise caught.value
+
+
+@pytest.mark.parametrize("case", OVERRUNS)
+def test_an_overrun_leaves_no_other_page_looking_damaged(case):
+    page, call = OVERRUNS[case]
+    world = Overrun()
+    poke(page_address(world.arena, page) + 64, b"!")
+    with pytest.raises(Tampered, match=f"guard word overwritten at page {page}"):
+        call(world)
+    assert [(v.what, v.where) for v in world.arena.check(3)] == [
+        ("arena: not poisoned", page), ("page: guard word holds", page)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("damaged", [1, 2, 4])
+def test_a_take_that_meets_damage_takes_nothing(damaged, n):
+    """Of pages 0 to 5 on the free list one is marked as held: those in front of it look as before."""
+    arena = Arena(6, 64)
+    seq = arena.sequence()
+    poke(meta_address(arena, damaged), b"\x01")
+    before = arena.check(3)
+    if n > damaged:
+        with pytest.raises(Tampered, match=f"at page {damaged}"):
+            seq.append_pages(n)
+        found = arena.check(3)
+        assert [v.what for v in found[:1]] == ["arena: not poisoned"] and found[1:] == before != []
+
+
+@pytest.mark.parametrize("damaged", [1, 3])
+def test_a_snapshot_that_meets_damage_holds_nothing(damaged):
+    arena = Arena(6, 64)
+    seq = arena.sequence()
+    seq.append_pages(4)
+    poke(meta_address(arena, damaged) + offset("pkv_page.state"), b"\x00")
+    before = arena.check(3)
+    with pytest.raises(Tampered, match=f"at page {damaged}"):
+        seq.snapshot()
+    assert arena.check(3)[1:] == before != []
+
+
 def test_without_guard_an_overrun_into_the_padding_goes_unseen():
     arena = Arena(4, 61)
     seq = arena.sequence()

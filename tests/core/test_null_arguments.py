@@ -3,7 +3,7 @@
 import ctypes
 
 import pytest
-from raw_api import RawApi, functions
+from raw_api import RawApi, field, functions
 
 from pagedkv import Verdict
 
@@ -71,6 +71,21 @@ def test_null(world, name, at):
     status = getattr(world.api, name)(*arguments)
     assert status in ((0,) if name.endswith("is_valid") else (None,) if name == "arena_page" else REFUSALS)
     assert world.counts() == before and before[-1] == 0
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_checker_without_room_for_violations(world, level, damaged):
+    """It counts them; that there is room where there is none is refused, whatever is to be said."""
+    arena, api, flaw = world.arena, world.api, field(world.arena, "pkv_arena.n_copies")
+    flaw.value += damaged
+    assert api.check(arena, level, None, 0) == damaged * (2 if level == 3 else 1)
+    for capacity in (1, 5, 1 << 62):
+        assert api.check(arena, level, None, capacity) == -Verdict.BAD_INPUT
+        assert api.check(None, level, None, capacity) == -Verdict.BAD_INPUT
+    assert api.check(arena, level, ctypes.addressof(ctypes.create_string_buffer(32)), -1) == -Verdict.BAD_INPUT
+    assert api.check(None, level, None, 0) == -Verdict.TAMPER
+    flaw.value -= damaged
 
 
 @pytest.mark.parametrize("name", ["seq_share_pages", "prefix_lookup", "prefix_match", "prefix_insert"])

@@ -94,16 +94,30 @@ def test_attention_over_own_memory_has_the_bits_of_the_cache(api, pools, kv_form
     for n, window, softcap in ((1, 0, 0.0), (700, 0, 0.0), (40, 100, 5.0), (1, 300, 0.0), (0, 0, 0.0)):
         q, out = random_q(n), np.zeros((n, HEADS, DIM), np.float32)
         how = Attention(HEADS, window, 0.25, softcap)
-        assert api.kv_attend(
-            address(memory.pages), address(memory.table), 1, 700, n, address(how), address(q), address(out)
-        ) == 0
+        assert (
+            api.kv_attend(
+                address(memory.pages), address(memory.table), 1, 700, n, address(how), address(q), address(out)
+            )
+            == 0
+        )
         expected = kv.attend(1, q, [seq], [n], scale=0.25, window=window or None, softcap=softcap or None)
         assert same(out, expected)
         for pool in pools:
             out[:] = 7
-            assert api.kv_attend_on(
-                pool, address(memory.pages), address(memory.table), 1, 700, n, address(how), address(q), address(out)
-            ) == 0
+            assert (
+                api.kv_attend_on(
+                    pool,
+                    address(memory.pages),
+                    address(memory.table),
+                    1,
+                    700,
+                    n,
+                    address(how),
+                    address(q),
+                    address(out),
+                )
+                == 0
+            )
             assert same(out, expected)
 
 
@@ -203,7 +217,8 @@ def test_bad_ranges_and_null(api, pools):
     for function, arguments in ((api.kv_write, write), (api.kv_attend, attend), (api.kv_attend_on, attend_on)):
         for i, argument in enumerate(arguments):
             if argument > 1000:
-                assert function(*arguments[:i], None, *arguments[i + 1 :]) == BAD
+                missing = -Verdict.TAMPER if argument == pools[1] else BAD
+                assert function(*arguments[:i], None, *arguments[i + 1 :]) == missing
     assert api.kv_page_bytes(None) == BAD and api.pool_new(None, 1) == BAD
     assert api.kv_write(pages, None, 0, 0, 0, None, None) == 0
     last = 0x7FFFFFF0 * 16  # tokens of as many pages as there can be

@@ -55,7 +55,8 @@ enum pkv_fault {
     PKV_FAULT_PAGE = 5,     /* refcount or state of a page a sequence holds */
     PKV_FAULT_SEQUENCE = 6, /* a canary, count or table entry of a sequence */
     PKV_FAULT_PREFIX = 7,   /* the prefix index */
-    PKV_FAULT_CLOSED = 8    /* closed by its owner */
+    PKV_FAULT_CLOSED = 8,   /* closed by its owner */
+    PKV_FAULT_FIELD = 9     /* a field of the arena that no other field contradicts, by a sum kept apart */
 };
 
 typedef struct pkv_arena pkv_arena;
@@ -186,7 +187,8 @@ typedef struct pkv_pool pkv_pool;
 
 /* All functions. The list only grows at its end; struct_size tells how much of it a build of pagedkv has.
  * int64_t results: >= 0 is success (an index, a count or PKV_OK), < 0 a negated pkv_verdict. Out-pointers are NULL on
- * failure. Names ending in _destroy release the struct; a struct whose canaries do not hold is left alone: TAMPER. */
+ * failure. NULL for a struct of the library, and what is no valid struct of the kind, is TAMPER, and nothing is written; NULL for
+ * anything else that is needed is BAD_INPUT. Names ending in _destroy release the struct; one that is not valid is left alone. */
 typedef struct pkv_api {
     int64_t abi_version;
     int64_t struct_size;
@@ -205,7 +207,7 @@ typedef struct pkv_api {
     int64_t (*arena_n_in_use)(pkv_arena *);
     int64_t (*arena_n_cached)(pkv_arena *);
     int64_t (*arena_reserve)(pkv_arena *, int64_t n_free); /* commit until so many pages are FREE */
-    int64_t (*arena_trim)(pkv_arena *);                    /* bytes handed back to the system */
+    int64_t (*arena_trim)(pkv_arena *);                    /* bytes handed back to the system: that were in memory */
 
     int64_t (*seq_new)(pkv_seq **out, pkv_arena *, int64_t seq_id, int64_t max_pages);
     int64_t (*seq_destroy)(pkv_seq *);
@@ -228,7 +230,8 @@ typedef struct pkv_api {
     int64_t (*prefix_insert)(pkv_prefix *, pkv_seq *, const int32_t *tokens /* [n] */, int64_t n); /* pages indexed */
     int64_t (*prefix_clear)(pkv_prefix *);
 
-    /* level 1: O(1), 2: O(pages), 3: all; number of violations, the first `capacity` of them in out */
+    /* level 1: O(1), 2: O(pages), 3: all; number of violations, the first `capacity` of them in out, which may be NULL when
+     * capacity is 0; what is no arena, and not NULL, is a violation */
     int64_t (*check)(pkv_arena *, int64_t level, pkv_violation *out, int64_t capacity);
 
     /* Typed pages. Token t of a sequence is on page page_table[t / page_tokens]; a pkv_seq's table is page_indices. Any
