@@ -11,6 +11,12 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
+/* Lines of n_bytes of weights to ask for in each of n_blocks blocks of each of n_tiles tiles, so that all are asked for once, or nearly. */
+INLINE int64_t lines_ahead(int64_t n_bytes, int64_t n_tiles, int64_t n_blocks)
+{
+    return (n_bytes / 64 + n_tiles * n_blocks - 1) / (n_tiles * n_blocks);
+}
+
 INLINE __m512i broadcast4(const int8_t *p)
 {
     int32_t four;
@@ -18,9 +24,11 @@ INLINE __m512i broadcast4(const int8_t *p)
     return _mm512_set1_epi32(four);
 }
 
-/* P panels x T tokens in registers: per block of 32 columns every line is loaded and unpacked once, then the float step follows. */
+/* P panels x T tokens in registers: per block of 32 columns every line is loaded and unpacked once, then the float step follows.
+ * ahead: weights that come next, n_ahead lines of them to ask for in every block. */
 INLINE void block_tile(const int type, const int P, const int T, float *restrict out, const pkv_weight *restrict w,
-                       const pkv_act *restrict x, int64_t panel, int64_t token, int64_t out_stride, int add)
+                       const pkv_act *restrict x, int64_t panel, int64_t token, int64_t out_stride, int add, const uint8_t *ahead,
+                       int64_t n_ahead)
 {
     const int nibbles = type != PKV_W_Q8_0, n_lines = nibbles ? 4 : 8, scale_bytes = type == PKV_W_Q4_1 ? 64 : 32;
     const uint8_t *data = w->data + panel * w->panel_bytes, *scales = w->scales + panel * w->scale_bytes;
@@ -28,13 +36,13 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
     const float *x_scale = x->scale + token * x->b_stride, *x_sum = x->sum + token * x->b_stride;
     const int32_t *x_isum = x->isum + token * x->b_stride;
     const __m512i low = _mm512_set1_epi8(15);
-    __m512 acc[4][6];
+    __m512 acc[2][6];
     UNROLL for (int p = 0; p < P; p++)
         UNROLL for (int t = 0; t < T; t++)
             acc[p][t] = _mm512_setzero_ps();
 
     for (int64_t b = 0; b < w->n_cols / 32; b++, data += 64 * n_lines, scales += scale_bytes, q += 32) {
-        __m512i sum[4][6], offset[6];
+        __m512i sum[2][6], offset[6];
         UNROLL for (int t = 0; t < T; t++) {
             offset[t] = type == PKV_W_Q4_1 ? _mm512_setzero_si512()
                                            : _mm512_set1_epi32(x_isum[t * x->b_stride + b] * (nibbles ? -8 : -128));
@@ -42,12 +50,9 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
                 sum[p][t] = dot_start(type, offset[t]);
         }
         UNROLL for (int j = 0; j < n_lines; j++) {
-            __m512i line[4], high[4];
+            __m512i line[2], high[2];
             UNROLL for (int p = 0; p < P; p++) {
-                const uint8_t *at = data + p * w->panel_bytes + 64 * j;
-                line[p] = _mm512_load_si512(at);
-                if (T <= 3) /* too few tokens to hide memory: ask for the same line of the next P panels */
-                    _mm_prefetch((const char *)at + P * w->panel_bytes, _MM_HINT_T1);
+                line[p] = _mm512_load_si512(data + p * w->panel_bytes + 64 * j);
                 if (nibbles) {
                     high[p] = _mm512_and_si512(_mm512_srli_epi16(line[p], 4), low);
                     line[p] = _mm512_and_si512(line[p], low);
@@ -64,10 +69,12 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
                 }
             }
         }
+        for (int64_t i = 0; i < n_ahead; i++, ahead += 64)
+            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; p++) {
             const uint8_t *at = scales + p * w->scale_bytes;
             __m512 scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)at)), min = scale;
-            if (T <= 3)
+            if (n_ahead)
                 _mm_prefetch((const char *)at + P * w->scale_bytes, _MM_HINT_T1);
             if (type == PKV_W_Q4_1)
                 min = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(at + 32)));
@@ -86,38 +93,34 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
         }
 }
 
-/* P panels for all tokens, in tiles of nearly equal size. */
+/* P panels for all tokens, in tiles of nearly equal size. Meanwhile the next P panels are fetched: passes over the same panels hide from the
+ * hardware that others follow, and a burst of requests would hold the tiles up. */
 INLINE void block_panels(const int type, const int P, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x,
                          int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
-    for (int64_t t = 0, n_tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS; n_tiles; n_tiles--) {
-        int64_t n = (n_tokens - t + n_tiles - 1) / n_tiles;
+    const int64_t n_tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS, n_blocks = w->n_cols / 32;
+    const int64_t n_ahead = lines_ahead(P * w->panel_bytes, n_tiles, n_blocks);
+    const uint8_t *ahead = w->data + (panel + P) * w->panel_bytes, *end = ahead + P * w->panel_bytes;
+    for (int64_t t = 0, n, tile = 0; tile < n_tiles; tile++, t += n, ahead += 64 * n_ahead * n_blocks) {
         float *o = out + t * out_stride;
+        int64_t lines = ahead < end ? n_ahead : 0;
+        n = (n_tokens - t + n_tiles - tile - 1) / (n_tiles - tile);
         switch (n) {
-        case 1: block_tile(type, P, 1, o, w, x, panel, token0 + t, out_stride, add); break;
-        case 2: block_tile(type, P, 2, o, w, x, panel, token0 + t, out_stride, add); break;
-        case 3: block_tile(type, P, 3, o, w, x, panel, token0 + t, out_stride, add); break;
-        case 4: block_tile(type, P, 4, o, w, x, panel, token0 + t, out_stride, add); break;
-        case 5: block_tile(type, P, 5, o, w, x, panel, token0 + t, out_stride, add); break;
-        case 6: block_tile(type, P, 6, o, w, x, panel, token0 + t, out_stride, add); break;
+        case 1: block_tile(type, P, 1, o, w, x, panel, token0 + t, out_stride, add, ahead, lines); break;
+        case 2: block_tile(type, P, 2, o, w, x, panel, token0 + t, out_stride, add, ahead, lines); break;
+        case 3: block_tile(type, P, 3, o, w, x, panel, token0 + t, out_stride, add, ahead, lines); break;
+        case 4: block_tile(type, P, 4, o, w, x, panel, token0 + t, out_stride, add, ahead, lines); break;
+        case 5: block_tile(type, P, 5, o, w, x, panel, token0 + t, out_stride, add, ahead, lines); break;
+        case 6: block_tile(type, P, 6, o, w, x, panel, token0 + t, out_stride, add, ahead, lines); break;
         }
-        t += n;
     }
 }
 
-/* Up to 3 tokens: 4 panels at a time. More: pairs of panels. */
+/* Pairs of panels */
 INLINE void gemm_blocks(const int type, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
                         int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
     int64_t p = 0;
-    for (; n_tokens <= 3 && p + 4 <= n_panels; p += 4) {
-        float *o = out + 16 * p;
-        switch (n_tokens) {
-        case 1: block_tile(type, 4, 1, o, w, x, panel0 + p, token0, out_stride, add); break;
-        case 2: block_tile(type, 4, 2, o, w, x, panel0 + p, token0, out_stride, add); break;
-        case 3: block_tile(type, 4, 3, o, w, x, panel0 + p, token0, out_stride, add); break;
-        }
-    }
     for (; p + 2 <= n_panels; p += 2)
         block_panels(type, 2, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add);
     if (p < n_panels)

@@ -48,9 +48,10 @@ INLINE __m512i unsigned16(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_lo
 INLINE __m512i signed16(const uint8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE __m512 negated(__m512 x) { return _mm512_xor_ps(x, _mm512_set1_ps(-0.0f)); }
 
-/* P panels x T tokens. Wide activations take two passes over a block's weights, high digits first. */
+/* P panels x T tokens. Wide activations take two passes over a block's weights, high digits first. ahead: as in avx512_gemm.h */
 INLINE void quant_tile(const int type, const int wide, const int P, const int T, float *restrict out, const pkv_weight *restrict w,
-                       const pkv_act *restrict x, int64_t panel, int64_t token, int64_t out_stride, int add)
+                       const pkv_act *restrict x, int64_t panel, int64_t token, int64_t out_stride, int add, const uint8_t *ahead,
+                       int64_t n_ahead)
 {
     const int second = HAS_HALVES(type) ? 1 : 0;
     const int64_t n_blocks = w->n_cols / 32;
@@ -66,6 +67,11 @@ INLINE void quant_tile(const int type, const int wide, const int P, const int T,
         const uint8_t *scales = w->scales + panel * w->scale_bytes + (IS_SUPER(type) ? b / 8 : b) * SCALE_BYTES(type);
         const int64_t last = b % 8 == 7 || b + 1 == n_blocks;
         __m512i sum[2][4][6];
+        for (int64_t i = 0; i < n_ahead; i++, ahead += 64)
+            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+        if (n_ahead && 64 * (b % 8) < SCALE_BYTES(type))
+            UNROLL for (int p = 0; p < P; p++)
+                _mm_prefetch((const char *)scales + (P + p) * w->scale_bytes + (IS_SUPER(type) ? 64 * (b % 8) : 0), _MM_HINT_T1);
         UNROLL for (int p = 0; p < P; p++)
             UNROLL for (int t = 0; t < T; t++)
                 sum[0][p][t] = sum[1][p][t] = _mm512_setzero_si512();
@@ -75,8 +81,6 @@ INLINE void quant_tile(const int type, const int wide, const int P, const int T,
                 __m512i lo[4], hi[4];
                 UNROLL for (int p = 0; p < P; p++) {
                     expand(type, data + p * w->panel_bytes, j, &lo[p], &hi[p]);
-                    if (T == 1 && pass == 0)
-                        _mm_prefetch((const char *)data + (p + P) * w->panel_bytes + 64 * j, _MM_HINT_T1);
                 }
                 UNROLL for (int t = 0; t < T; t++) {
                     __m512i a = broadcast4(q + t * x->q_stride + 4 * j), c = broadcast4(q + t * x->q_stride + 16 + 4 * j);
@@ -168,19 +172,21 @@ INLINE void quant_panels(const int type, const int wide, const int P, float *res
                          const pkv_act *restrict x, int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
     const int most = !wide && !HAS_HALVES(type) ? 6 : IS_SUPER(type) && wide ? 2 : 3;
-    for (int64_t t = 0; t < n_tokens;) {
-        int64_t n = n_tokens - t < most ? n_tokens - t : most;
+    const int64_t n_blocks = w->n_cols / 32, n_ahead = lines_ahead(P * w->panel_bytes, (n_tokens + most - 1) / most, n_blocks);
+    const uint8_t *ahead = w->data + (panel + P) * w->panel_bytes, *end = ahead + P * w->panel_bytes;
+    for (int64_t t = 0; t < n_tokens; ahead += 64 * n_ahead * n_blocks) {
+        int64_t n = n_tokens - t < most ? n_tokens - t : most, lines = ahead < end ? n_ahead : 0;
         float *o = out + t * out_stride;
         if (most == 6 && n == 6)
-            quant_tile(type, wide, P, 6, o, w, x, panel, token0 + t, out_stride, add);
+            quant_tile(type, wide, P, 6, o, w, x, panel, token0 + t, out_stride, add, ahead, lines);
         else if (most == 6 && n >= 4)
-            n = 4, quant_tile(type, wide, P, 4, o, w, x, panel, token0 + t, out_stride, add);
+            n = 4, quant_tile(type, wide, P, 4, o, w, x, panel, token0 + t, out_stride, add, ahead, lines);
         else if (most >= 3 && n >= 3)
-            n = 3, quant_tile(type, wide, P, 3, o, w, x, panel, token0 + t, out_stride, add);
+            n = 3, quant_tile(type, wide, P, 3, o, w, x, panel, token0 + t, out_stride, add, ahead, lines);
         else if (n >= 2)
-            n = 2, quant_tile(type, wide, P, 2, o, w, x, panel, token0 + t, out_stride, add);
+            n = 2, quant_tile(type, wide, P, 2, o, w, x, panel, token0 + t, out_stride, add, ahead, lines);
         else
-            quant_tile(type, wide, P, 1, o, w, x, panel, token0 + t, out_stride, add);
+            quant_tile(type, wide, P, 1, o, w, x, panel, token0 + t, out_stride, add, ahead, lines);
         t += n;
     }
 }
@@ -189,8 +195,6 @@ INLINE void quant_gemm(const int type, const int wide, float *restrict out, cons
                        int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
     int64_t p = 0;
-    for (; n_tokens == 1 && p + 4 <= n_panels; p += 4)
-        quant_tile(type, wide, 4, 1, out + 16 * p, w, x, panel0 + p, token0, out_stride, add);
     for (; p + 2 <= n_panels; p += 2)
         quant_panels(type, wide, 2, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add);
     if (p < n_panels)

@@ -98,6 +98,12 @@ typedef struct pkv_act {
  *   int8 only: k_scale [page_tokens], v_scale [page_tokens] float32
  * Each part starts on a 64-byte boundary. */
 static inline int64_t pkv_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+/* Ask for memory that will be read soon; any address is harmless. */
+static inline void pkv_prefetch(const void *p, int64_t n_bytes)
+{
+    for (int64_t i = 0; i < n_bytes; i += 64)
+        __builtin_prefetch((const char *)p + i, 0, 2);
+}
 static inline int64_t pkv_kv_element_bytes(int32_t format) { return format == PKV_KV_F32 ? 4 : format == PKV_KV_F16 ? 2 : 1; }
 static inline int64_t pkv_tile_v(int32_t format, int64_t head_dim, int64_t page_tokens)
 {

@@ -34,6 +34,7 @@ cdef extern from "pkv_kernels.h" nogil:
         int64_t b_stride
 
     int64_t pkv_round_up(int64_t n, int64_t to)
+    void pkv_prefetch(const void *p, int64_t n_bytes)
     int64_t pkv_tile_v(int32_t format, int64_t head_dim, int64_t page_tokens)
     int64_t pkv_tile_scales(int32_t format, int64_t head_dim, int64_t page_tokens)
     int64_t pkv_tile_bytes(int32_t format, int64_t head_dim, int64_t page_tokens)

@@ -133,7 +133,7 @@ cdef struct product:
 
 cdef void product_job(void *arg, int thread, int n_threads) noexcept nogil:
     cdef product *p = <product *>arg
-    matmul(p.out, p.w, p.x, p.n_tokens, p.out_stride, p.add, &p.counter, n_threads)
+    matmul(p.out, p.w, p.x, p.n_tokens, p.out_stride, p.add, &p.counter, thread, n_threads)
 
 
 def multiply(ThreadPool pool not None, PackedMatrix m not None, x, out, bint add, bint wide):

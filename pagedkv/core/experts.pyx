@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
 from pagedkv.core._kernels cimport *
-from pagedkv.core.matmul cimport act_buffer, act_quantise, gemm_of, matmul, panel_chunk
+from pagedkv.core.matmul cimport act_buffer, act_quantise, gemm_of, matmul
 from pagedkv.core.operations cimport FFN_TOKENS, UNIT, batch, expert_weights, gate_up_unit, layer_weights, quantise_rows
 
 
@@ -111,7 +111,7 @@ cdef void experts_up(batch *b, const layer_weights *w, float *scratch, int64_t *
     cdef int64_t start, i, n_units, e
     cdef const expert_weights *x
     cdef bint quantised
-    matmul(b.router_logits, w.router, &b.normed, b.n_rows, b.router_stride, False, counters, n_threads)
+    matmul(b.router_logits, w.router, &b.normed, b.n_rows, b.router_stride, False, counters, thread, n_threads)
     pool_barrier(b.pool)
     start = claim(counters + 1, b.n_rows, chunk, &stop)
     while start < b.n_rows:
@@ -149,7 +149,7 @@ cdef void experts_down(batch *b, const layer_weights *w, float *out, int64_t *co
     """From there into `out`: the residual stream, which it is added to, or the branch. Two zeroed counters."""
     cdef int64_t n_panels = w.experts[0].down.n_panels
     cdef int64_t n = b.n_active * n_panels
-    cdef int64_t chunk = panel_chunk(n, n_threads)
+    cdef int64_t chunk = min(max(n // (8 * n_threads) // 2 * 2, <int64_t>2), <int64_t>16)
     cdef int64_t stop = 0
     cdef int64_t start = claim(counters, n, chunk, &stop)
     cdef int64_t e, panel, panels, row, i

@@ -88,12 +88,14 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
         a = &b.attentions[w.attention]
         norm(b, b.deferred and layer > 0, post, w.attn_norm, False, b.n_rows,
              is_quantised(w.q) or is_quantised(w.k) or is_quantised(w.v), counter, n_threads)
+        fetch_home(w.q, thread, n_threads)
         done(b, OP_ATTN_NORM, thread, &since)
-        matmul(b.qkv, w.q, &b.normed, b.n_rows, b.qkv_stride, False, counter + 1, n_threads)
-        matmul(b.qkv + b.k_offset, w.k, &b.normed, b.n_rows, b.qkv_stride, False, counter + 2, n_threads)
-        matmul(b.qkv + b.v_offset, w.v, &b.normed, b.n_rows, b.qkv_stride, False, counter + 3, n_threads)
+        matmul(b.qkv, w.q, &b.normed, b.n_rows, b.qkv_stride, False, counter + 1, thread, n_threads)
+        matmul(b.qkv + b.k_offset, w.k, &b.normed, b.n_rows, b.qkv_stride, False, counter + 2, thread, n_threads)
+        matmul(b.qkv + b.v_offset, w.v, &b.normed, b.n_rows, b.qkv_stride, False, counter + 3, thread, n_threads)
         done(b, OP_QKV, thread, &since)
         rope_and_store(b, layer, scratch, counter + 4, n_threads)
+        fetch_home(w.o, thread, n_threads)
         done(b, OP_ROPE, thread, &since)
         slices = &b.attended if is_quantised(w.o) and width % 32 == 0 and not b.attended.wide else NULL
         attend(b.attended.x, b.qkv, &a.view, &a.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5,
@@ -105,7 +107,10 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
             pool_barrier(b.pool)
             quantise_rows(&b.attended, b.n_rows, counter + 7, n_threads)
         done(b, OP_ATTENTION, thread, &since)
-        matmul(out, w.o, &b.attended, b.n_rows, b.x_stride, not b.deferred, counter + 8, n_threads)
+        matmul(out, w.o, &b.attended, b.n_rows, b.x_stride, not b.deferred, counter + 8, thread, n_threads)
+        if w.router == NULL:
+            fetch_home(w.ffn.gate, thread, n_threads)
+            fetch_home(w.ffn.up, thread, n_threads)
         done(b, OP_ATTN_OUT, thread, &since)
         norm(b, b.deferred, w.post_attn_norm, w.ffn_norm, False, b.n_rows,
              is_quantised(w.router) if w.router != NULL else is_quantised(w.ffn.gate) or is_quantised(w.ffn.up), counter + 9, n_threads)
@@ -115,12 +120,13 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
             done(b, OP_GATE_UP, thread, &since)
             experts_down(b, w, out, counter + 15, n_threads)
         else:
-            gate_up(b, w, scratch, counter + 10, n_threads)
+            gate_up(b, w, scratch, counter + 10, thread, n_threads)
             if is_quantised(w.ffn.down) and b.product.wide:
                 pool_barrier(b.pool)
                 quantise_rows(&b.product, b.n_rows, counter + 12, n_threads)
+            fetch_home(w.ffn.down, thread, n_threads)
             done(b, OP_GATE_UP, thread, &since)
-            matmul(out, w.ffn.down, &b.product, b.n_rows, b.x_stride, not b.deferred, counter + 11, n_threads)
+            matmul(out, w.ffn.down, &b.product, b.n_rows, b.x_stride, not b.deferred, counter + 11, thread, n_threads)
         done(b, OP_DOWN, thread, &since)
         post = w.post_ffn_norm
         counter += COUNTERS_PER_LAYER
@@ -128,7 +134,7 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
         norm(b, b.deferred, post, b.head_norm, True, b.n_gathered, is_quantised(b.head), counter, n_threads)
         done(b, OP_HEAD_NORM, thread, &since)
         if b.n_logits:
-            head(b, counter + 1, n_threads)
+            head(b, counter + 1, thread, n_threads)
             done(b, OP_HEAD, thread, &since)
 
 

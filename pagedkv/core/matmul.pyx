@@ -74,13 +74,42 @@ cdef void act_quantise_column(act_buffer *b, int64_t block, int64_t token0, int6
     kern.quant_column(&b.act, block, token0, n_tokens)
 
 
+cdef enum:
+    FETCHED_BYTES = 1 << 13     # of a thread's home, fetched ahead
+
 # --- the loop ----------------------------------------------------------------------------------------------------------
 
-cdef int64_t panel_chunk(int64_t n_panels, int n_threads) noexcept nogil:
-    """Panels a thread claims at once: even, so that kernels can pair them, and small enough to level the threads out."""
-    if n_threads == 1:
-        return n_panels
-    return min(max(n_panels // (8 * n_threads) // 2 * 2, <int64_t>2), <int64_t>16)
+# Threads share panels so: three quarters are their homes, a run of neighbours for each, which it reads from memory in order and whose
+# beginning it can fetch before its turn comes; the rest is claimed a few at a time and levels the threads out. Numbers of panels are
+# even wherever they can be, since kernels take them in pairs.
+
+cdef int64_t home_size(int64_t n, int n_threads) noexcept nogil:
+    return n if n_threads == 1 else 3 * n // (4 * n_threads) // 4 * 4
+
+
+cdef int64_t first_share(int64_t *counter, int64_t n, int thread, int n_threads, int64_t *stop) noexcept nogil:
+    """Where the first of the thread's shares of [0, n) begins, >= n if it has none; *stop: where it ends."""
+    cdef int64_t home = home_size(n, n_threads)
+    if home == 0:
+        return next_share(counter, n, n_threads, stop)
+    stop[0] = (thread + 1) * home
+    return thread * home
+
+
+cdef int64_t next_share(int64_t *counter, int64_t n, int n_threads, int64_t *stop) noexcept nogil:
+    """The same of the next of them. `counter` starts at zero for each n."""
+    cdef int64_t homes = n_threads * home_size(n, n_threads)
+    cdef int64_t start = claim(counter, n - homes, min(max((n - homes) // (4 * n_threads) // 2 * 2, <int64_t>2), <int64_t>16), stop)
+    stop[0] += homes
+    return homes + start
+
+
+cdef void fetch_home(const pkv_weight *w, int thread, int n_threads) noexcept nogil:
+    """Ask for the beginning of what the thread will read of these weights, so that it is there after the barrier between."""
+    cdef int64_t panel = thread * home_size(w.n_panels, n_threads)
+    pkv_prefetch(w.data + panel * w.panel_bytes, min(<int64_t>FETCHED_BYTES, w.n_panels * w.panel_bytes))
+    if w.scales != NULL:
+        pkv_prefetch(w.scales + panel * w.scale_bytes, min(<int64_t>FETCHED_BYTES // 4, w.n_panels * w.scale_bytes))
 
 
 cdef pkv_gemm_fn *gemm_of(const act_buffer *b, const pkv_weight *w) noexcept nogil:
@@ -89,17 +118,16 @@ cdef pkv_gemm_fn *gemm_of(const act_buffer *b, const pkv_weight *w) noexcept nog
 
 
 cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n_tokens, int64_t out_stride, bint add,
-                 int64_t *counter, int n_threads) noexcept nogil:
+                 int64_t *counter, int thread, int n_threads) noexcept nogil:
     """out[n_tokens, 16*n_panels] (+)= x times w transposed, shared by the threads that call it with one zeroed counter.
 
     Who computes a panel never changes its bits.
     """
-    cdef int64_t chunk = panel_chunk(w.n_panels, n_threads)
     cdef int64_t stop = 0
-    cdef int64_t start = claim(counter, w.n_panels, chunk, &stop)
+    cdef int64_t start = first_share(counter, w.n_panels, thread, n_threads, &stop)
     while start < w.n_panels:
         gemm_of(x, w)(out + 16 * start, w, &x.act, start, stop - start, 0, n_tokens, out_stride, add)
-        start = claim(counter, w.n_panels, chunk, &stop)
+        start = next_share(counter, w.n_panels, n_threads, &stop)
 
 
 # --- packing -----------------------------------------------------------------------------------------------------------

@@ -103,5 +103,5 @@ cdef void rope_and_store(batch *b, int64_t layer, float *scratch, int64_t *count
 cdef void quantise_rows(act_buffer *rows, int64_t n_rows, int64_t *counter, int n_threads) noexcept nogil
 cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, float *scratch, int64_t unit, int64_t start, int64_t n_rows,
                        bint quantised) noexcept nogil
-cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int n_threads) noexcept nogil
-cdef void head(batch *b, int64_t *counter, int n_threads) noexcept nogil
+cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int thread, int n_threads) noexcept nogil
+cdef void head(batch *b, int64_t *counter, int thread, int n_threads) noexcept nogil

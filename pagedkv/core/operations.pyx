@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memset
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.attention cimport attention_span, attention_view, kv_tile
-from pagedkv.core.matmul cimport act_buffer, act_quantise, act_quantise_column, gemm_of, panel_chunk
+from pagedkv.core.matmul cimport act_buffer, act_quantise, act_quantise_column, first_share, gemm_of, next_share
 
 
 cdef int64_t row_chunk(const batch *b, int n_threads) noexcept nogil:
@@ -166,29 +166,27 @@ cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, f
         token += n
 
 
-cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int n_threads) noexcept nogil:
+cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int thread, int n_threads) noexcept nogil:
     """activation(gate) * up of all rows."""
     cdef int64_t n_units = (w.ffn.gate.n_panels + 1) // 2
-    cdef int64_t chunk = max(n_units // (8 * n_threads), <int64_t>1)
     cdef int64_t stop = 0
     cdef int64_t unit
-    cdef int64_t start = claim(counter, n_units, chunk, &stop)
+    cdef int64_t start = first_share(counter, n_units, thread, n_threads, &stop)
     cdef bint quantised = w.ffn.down.scales != NULL and not b.product.wide  # a wide block is longer than a unit
     while start < n_units:
         for unit in range(start, stop):
             gate_up_unit(b, &b.normed, &w.ffn, scratch, unit, 0, b.n_rows, quantised)
-        start = claim(counter, n_units, chunk, &stop)
+        start = next_share(counter, n_units, n_threads, &stop)
 
 
-cdef void head(batch *b, int64_t *counter, int n_threads) noexcept nogil:
+cdef void head(batch *b, int64_t *counter, int thread, int n_threads) noexcept nogil:
     """Logits of the gathered rows."""
-    cdef int64_t chunk = panel_chunk(b.head.n_panels, n_threads)
     cdef int64_t stop = 0
     cdef int64_t row
-    cdef int64_t start = claim(counter, b.head.n_panels, chunk, &stop)
+    cdef int64_t start = first_share(counter, b.head.n_panels, thread, n_threads, &stop)
     while start < b.head.n_panels:
         gemm_of(&b.normed, b.head)(b.logits + 16 * start, b.head, &b.normed.act, start, stop - start, 0, b.n_logits, b.logits_stride, 0)
         if b.logit_softcap > 0:
             for row in range(b.n_logits):
                 kern.softcap(b.logits + row * b.logits_stride + 16 * start, 16 * (stop - start), b.logit_softcap)
-        start = claim(counter, b.head.n_panels, chunk, &stop)
+        start = next_share(counter, b.head.n_panels, n_threads, &stop)
