@@ -53,6 +53,10 @@ class Tokenizer:
         self._template_source = read.text("tokenizer.chat_template", default=None)
         self._template_error: ModelError | None = None
         self._special_texts: dict[str, str] = {}
+        for name, kind in (("unk", "unknown"), ("pad", "padding"), ("sep", "seperator"), ("mask", "mask")):
+            i = read.integer(f"tokenizer.ggml.{kind}_token_id", 0, vocab_size - 1, default=None)
+            if i is not None:
+                self._special_texts[f"{name}_token"] = read.strings("tokenizer.ggml.tokens")[i]
         self._build(_FAMILIES[family](read, _read_types(read, vocab_size)))
 
     @classmethod
@@ -147,7 +151,8 @@ class Tokenizer:
     def apply_chat_template(self, messages: list, add_generation_prompt: bool = True, **variables) -> str:
         """The text the chat template makes of `messages` (dicts with role and content).
 
-        `variables` (tools, enable_thinking ...) are passed on to the template. Raises ChatTemplateError, a ValueError,
+        `variables` (tools, enable_thinking ...) are passed on to the template, as are the texts of the model's special
+        tokens (bos_token, unk_token ...). Raises ChatTemplateError, a ValueError,
         when the model has no template, or the template is broken, refuses the messages or runs too long.
         """
         names = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}

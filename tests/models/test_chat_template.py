@@ -68,6 +68,86 @@ class TestRendering:
         assert before.isoformat() <= text <= after.isoformat()
 
 
+# what transformers 5.24 makes of CHAT
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo", "reasoning": "why", "tool_calls": None, "name": None},
+]
+AS_TRANSFORMERS = [
+    ('{% generation %}<{{ messages[0].content }}>{% endgeneration %}',
+     '<hi>'),
+    ('{% for m in messages %}{%- generation -%} {{ loop.index }}{{ m.role }} {%- endgeneration -%}{% endfor %}',
+     '1user2assistant'),
+    ('{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}',
+     '21'),
+    ("{{ '%s-%d %5.2f|%-4s|%r' % ('a', 3, 1.5, 'b', 'c') }}",
+     "a-3  1.50|b   |'c'"),
+    ("{{ '%(a)s%%%(a)s' % {'a': 'x'} }}",
+     'x%x'),
+    ("{{ '%s' % messages[0].content }}",
+     'hi'),
+    ("{{ '%s' % [1, 'a'] }}",
+     "[1, 'a']"),
+    ("{{ '{}-{:>4}-{x!r}'.format(1, 'b', x='c') }}",
+     "1-   b-'c'"),
+    ("{{ '{0[content]}{1:{2}}'.format(messages[0], 'a', 4) }}|",
+     'hia   |'),
+    ("{{ '{a}'.format_map({'a': 2}) }}",
+     '2'),
+    ("{{ '%s and %s' | format('a', 'b') }}",
+     'a and b'),
+    ("{{ 'a' | center(5) }}|{{ 'a'.center(4, '*') }}|{{ 'a'.ljust(3) }}|{{ 'a'.rjust(3) }}|{{ '7'.zfill(3) }}",
+     '  a  |*a**|a  |  a|007'),
+    ('{% for row in [1, 2, 3, 4, 5] | batch(2, 0) %}{{ row }}{% endfor %}',
+     '[1, 2][3, 4][5, 0]'),
+    ('{% for row in [1, 2, 3, 4, 5] | slice(2) %}{{ row }}{% endfor %}',
+     '[1, 2, 3][4, 5]'),
+    ("{{ 'see http://a.b/c now' | urlize }}",
+     'see http://a.b/c now'),
+    ("{{ 'aaa bbb ccc' | wordwrap(5) }}",
+     'aaa\nbbb\nccc'),
+    ("{{ {'a': 'x', 'b': 1} | xmlattr }}",
+     ' a="x" b="1"'),
+    ('{{ 123456 | filesizeformat }}',
+     '123.5 kB'),
+    ("{{ {'a': [1, 2]} | pprint }}",
+     "{'a': [1, 2]}"),
+    ("{{ 'a\\tb'.expandtabs(4) }}{{ 'ab'.translate({97: 'x'}) }}",
+     'a   bxb'),
+    ("{{ [1, 2, 3] | join(', ') }}{{ messages | join('-', attribute='role') }}",
+     '1, 2, 3user-assistant'),
+    ("{{ 2.567 | round(1) }}{{ 2.5 | round(0, 'ceil') }}{{ 1234 | round(-2) }}",
+     '2.63.01200'),
+    ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.next() }}"
+     "{% set j = joiner('+') %}{{ j() }}1{{ j() }}2",
+     'aba1+2'),
+    ("{{ ['b', 'a'] | sort | tojson(indent=1) }}{{ 'a b' | title | truncate(5) }}",
+     '[\n "a",\n "b"\n]A B'),
+    ("{{ messages | map(attribute='content') | map('center', 4) | list }}",
+     "[' hi ', ' yo ']"),
+    ("{{ 'a,b'.partition(',') }}{{ 'é'.encode('utf-8') | length }}",
+     "('a', ',', 'b')2"),
+    ("{{ '{:,}'.format(1234567) }}{{ '{:.3f}'.format(2.5) }}{{ '%x' % 255 }}{{ '%05d' % 42 }}",
+     '1,234,5672.500ff00042'),
+    ('{{ messages[1].reasoning_content }}{{ messages[1].thinking }}',
+     'whywhy'),
+    ("{{ 'tool_calls' in messages[1] }}{{ messages[1].name is defined }}",
+     'FalseFalse'),
+    ("{{ 'a' ~ 1 ~ none }}{{ 7 // 2 }}{{ 'abc'[::-1] }}{{ 'a' in 'abc' }}{{ dict(a=1) }}",
+     "a1None3cbaTrue{'a': 1}"),
+    ("{{ {'b': 1, 'a': 2} | dictsort }}{{ [1, 1, 2] | unique | list }}{{ [1, 2, 3] | sum }}"
+     "{{ 'a<b' | e }}{{ ['x'] | first }}",
+     "[('a', 2), ('b', 1)][1, 2]6a&lt;bx"),
+    ("{{ ('%s' | safe) % '<b>' }}{{ '<i>' | striptags }}{{ 'a b' | urlencode }}{{ 'a b c' | wordcount }}",
+     '&lt;b&gt;a%20b3'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "text"), AS_TRANSFORMERS)
+def test_as_transformers_renders(source, text):
+    assert render(source, CHAT) == text
+
+
 class TestContent:
     def test_null_is_empty(self):
         assert render("{{ messages[0].content + '|' }}", [{"role": "assistant", "content": None}]) == "|"
@@ -132,10 +212,21 @@ class TestHostile:
             "{{ raise_exception.__globals__.keys() }}",
             "{{ strftime_now.__globals__['threading'] }}",
             "{{ lipsum(10) }}",
+            "{{ ('' | attr('format'))('x').__class__.__mro__ }}",
+            "{{ cycler.__init__.__globals__.keys() }}",
         ],
     )
     def test_no_way_out(self, source):
         refused(source)
+
+    @pytest.mark.parametrize("field", ["0.__class__", "0.__class__.__mro__", "0.__init__.__globals__", "x.__class__"])
+    @pytest.mark.parametrize("use", ["'{F}'.format(cycler, x='a')", "'{F}'.format_map({'0': cycler, 'x': 'a'})"])
+    def test_formats_show_no_more_than_attributes_do(self, field, use):
+        source = "{{ " + use.replace("F", field) + " }}|"
+        try:
+            assert render(source) == "|"
+        except ChatTemplateError as error:
+            assert "\n" not in str(error)
 
     @pytest.mark.parametrize(
         "expression",
@@ -149,6 +240,29 @@ class TestHostile:
             "'{:1000000000}'.format(1)",
             "'%1000000000d' % 1",
             "'x' | indent(1000000000, true)",
+            "'x'.center(1000000000)",
+            "'x'.zfill(1000000000)",
+            "'x'.rjust(width=1000000000)",
+            "('\\t' * 1000).expandtabs(1000000)",
+            "('a' * 1000).translate({97: 'b' * 1000})",
+            "'x' | center(1000000000)",
+            "[1] | batch(1000000000, 0) | list",
+            "[1] | slice(1000000000) | list",
+            "('a ' * 1000) | wordwrap(1, wrapstring='b' * 1000)",
+            "('a.com ' * 1000) | urlize(target='b' * 1000)",
+            "1.5 | round(100000000, 'ceil')",
+            "[1] | tojson(indent='x' * 1000)",
+            "([0] * 10000) | join('x' * 1000)",
+            "'{:1000000000}'.format(1)",
+            "'{:{}}'.format('a', 1000000000)",
+            "'{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}{0}'.format('a' * 10000)",
+            "'{a:1000000000}'.format_map({'a': 1})",
+            "'%s' | format('a' * 90000) | format() ~ '%.1000000000f' % 1",
+            "'%1000000000d' | format(1)",
+            "'%*d' % (1000000000, 1)",
+            "('%(a)s' * 1000) % {'a': 'x' * 1000}",
+            "(1).to_bytes(1000000000, 'big')",
+            "('a' * 1000).encode().replace('a'.encode(), ('b' * 1000).encode())",
         ],
     )
     def test_operators_are_bounded(self, expression):

@@ -266,3 +266,11 @@ def test_a_broken_template_file_fails_chat_only(tmp_path, content):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"chat_template\.jinja: "):
             ours.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_templates_get_the_texts_of_special_tokens(tmp_path):
+    template = "{{ bos_token }}|{{ unk_token }}|{{ pad_token }}|{{ sep_token is defined }}|{{ cls_token }}"
+    named = {"unk_token": "<unk>", "pad_token": {"content": "<pad>"}, "cls_token": None, "chat_template": template}
+    _, ours = both("bytes", {}, tmp_path, **named)
+    assert ours.apply_chat_template([]) == "<s>|<unk>|<pad>|False|"
+    assert ours.apply_chat_template([], unk_token="x") == "<s>|x|<pad>|False|"

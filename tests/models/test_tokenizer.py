@@ -228,6 +228,12 @@ class TestChat:
         assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [1, tiny.TOKENS.index("hello"), 2]
 
 
+    def test_texts_of_other_special_tokens(self, tmp_path):
+        template = (w.STRING, "{{ unk_token }}{{ pad_token }}{{ sep_token is defined }}")
+        keys = {"tokenizer__chat_template": template, "tokenizer__ggml__unknown_token_id": (w.U32, 0)}
+        assert build(tmp_path, **keys).apply_chat_template([]) == "<|endoftext|><|im_end|>False"
+
+
 class TestText:
     def test_ids_outside_the_vocabulary(self, tokenizer):
         assert tokenizer.decode([len(tiny.TOKENS), 10**9]) == ""
