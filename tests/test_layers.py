@@ -12,6 +12,7 @@ PACKAGE = ROOT / "pagedkv"
 # Modules of the core from the bottom up. A module imports only from layers below its own.
 CORE_LAYERS = [
     {"errors", "cpus", "structs", "memory", "files", "exclusive"},
+    {"arguments"},
     {"_kernels", "internal"},
     {"pages", "quants"},
     {"matmul", "sampling_state", "registry"},
@@ -23,7 +24,10 @@ CORE_LAYERS = [
     {"forward"},
 ]
 # The page side of the core knows nothing of kernels and threads.
-PAGES = {"structs", "memory", "internal", "pages", "registry", "arena", "sequence", "check", "page_map", "prefix"}
+PAGES = {
+    "structs", "arguments", "memory", "internal", "pages", "registry", "arena", "sequence", "check", "page_map",
+    "prefix",
+}  # fmt: skip
 ARITHMETIC = {
     "files", "_kernels", "quants", "matmul", "attention", "sampling_state", "sampler", "probe", "typed", "kvcache",
     "operations", "experts", "layer", "forward",

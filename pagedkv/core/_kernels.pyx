@@ -4,6 +4,8 @@ import os
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from pagedkv.core.arguments cimport bounded
+
 from pagedkv.core.cpus import available_processors, default_threads
 
 
@@ -104,16 +106,15 @@ cdef void float_leave(uint64_t mode) noexcept nogil:
 
 
 cdef class ThreadPool:
-    """A pool of `n_threads` threads (None: `default_threads()`), started at the first job. A ValueError names a bad count."""
+    """A pool of `n_threads` threads (None: `default_threads()`), started at the first job. BadInput names a bad count."""
 
     def __cinit__(self, n_threads=None):
         if n_threads is None:
             n_threads = default_threads()
-        if not isinstance(n_threads, int) or isinstance(n_threads, bool) or not 1 <= n_threads <= 1024:
-            raise ValueError(f"threads: {n_threads!r} is not an integer in [1, 1025)")
-        self.ptr = pkv_pool_new(n_threads, available_processors())
+        cdef int64_t count = bounded("threads", n_threads, 1, 1024)
+        self.ptr = pkv_pool_new(<int>count, available_processors())
         if self.ptr == NULL:
-            raise MemoryError(f"threads: no memory for a pool of {n_threads}")
+            raise MemoryError(f"threads: no memory for a pool of {count}")
 
     def __dealloc__(self):
         pkv_pool_free(self.ptr)

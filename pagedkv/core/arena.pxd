@@ -23,8 +23,6 @@ cdef int64_t pkv_arena_trim(pkv_arena *a) noexcept nogil
 cdef void pkv_arena_poison(pkv_arena *a, uint32_t fault, int64_t page) noexcept nogil
 
 cdef object error(int64_t code, pkv_arena *a, str message)
-cdef object integer(str name, value)
-cdef int64_t bounded(str name, value, int64_t low, int64_t high) except -1
 
 
 cdef class Arena:

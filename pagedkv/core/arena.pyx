@@ -6,9 +6,9 @@ poison (level 1) before it does anything.
 
 cimport cython
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_FillInfo
-from cpython.number cimport PyNumber_Index
 from libc.stdint cimport int64_t, intptr_t, uint8_t, uint32_t
 
+from pagedkv.core.arguments cimport bounded, integer, shown
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_drop, pkv_map, pkv_release, pkv_unmap
 from pagedkv.core.pages cimport pkv_held_grow
@@ -282,7 +282,9 @@ cdef object error(int64_t code, pkv_arena *a, str message):
     if code == -PKV_TAMPER:
         if a == NULL:
             message = "arena is not open"
-        elif a.fault:
+        elif not a.fault:
+            message = "a struct is overwritten or was never initialised"
+        else:
             where = f" at page {a.fault_page}" if a.fault_page >= 0 else ""
             message = f"{FAULTS[a.fault]}{where}" if a.fault < len(FAULTS) else "arena struct overwritten"
     return ERRORS[Verdict(-code)](message)
@@ -537,23 +539,7 @@ cdef int64_t accepted(pkv_arena *a, int64_t code) except -1:
 
 
 cdef object no_page(pkv_arena *a, int64_t code, i):
-    return error(code, a, f"page index {i} is outside [0, {a.n_pages if a != NULL else 0})")
-
-
-cdef object integer(str name, value):
-    """value as an int; BadInput for what is no integer."""
-    try:
-        return PyNumber_Index(value)
-    except TypeError:
-        raise error(-PKV_BAD_INPUT, NULL, f"{name}: {value!r} is not an integer") from None
-
-
-cdef int64_t bounded(str name, value, int64_t low, int64_t high) except -1:
-    """value as int64 when it is an integer in [low, high], low >= 0; else BadInput."""
-    value = integer(name, value)
-    if not low <= value <= high:
-        raise error(-PKV_BAD_INPUT, NULL, f"{name}: {value} is outside [{low}, {high}]")
-    return value
+    return error(code, a, f"page index {shown(i)} is outside [0, {a.n_pages if a != NULL else 0})")
 
 
 cdef int64_t index(value) except? -2:

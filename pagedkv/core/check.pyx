@@ -15,7 +15,8 @@ from typing import NamedTuple
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from pagedkv.core.arena cimport Arena, bounded, error
+from pagedkv.core.arena cimport Arena, error
+from pagedkv.core.arguments cimport bounded
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
 from pagedkv.core.structs cimport *

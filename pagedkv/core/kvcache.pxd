@@ -16,3 +16,4 @@ cdef class PagedKVCache(Arena):
 
 cdef class KVSequence(Sequence):
     cdef PagedKVCache cache(self)
+    cdef str cut_short(self, str call, int64_t tokens)

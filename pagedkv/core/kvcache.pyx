@@ -13,6 +13,7 @@ from libc.string cimport memset
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.arena cimport *
+from pagedkv.core.arguments cimport bounded, integer, shown
 from pagedkv.core.attention cimport *
 from pagedkv.core.internal cimport unlock
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
@@ -20,24 +21,35 @@ from pagedkv.core.registry cimport enter_seq
 from pagedkv.core.sequence cimport *
 from pagedkv.core.structs cimport *
 
+from pagedkv.core.arguments import check_scale, check_softcap
 from pagedkv.core.errors import BadInput, PoolExhausted
 
 FORMATS = ("f32", "f16", "int8")  # index: pkv_kvformat
 PAGE_TOKENS = (16, 32, 64, 128, 256)
 
 
-cdef int64_t within(str field, value, int64_t start, int64_t stop) except? -1:
-    """value as int64 when it is an integer in [start, stop); else BadInput."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not start <= value < stop:
-        raise BadInput(f"{field}: {value!r} is not an integer in [{start}, {stop})")
+cdef object floats(str name, array):
+    """array as C-contiguous float32; BadInput for what is not of real numbers: complex, text, bool, objects."""
+    array = np.asarray(array)
+    if array.dtype.kind == "b" or not np.can_cast(array.dtype, np.float32, "same_kind"):
+        raise BadInput(f"{name}: an array of {array.dtype} is not one of real numbers")
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+cdef int64_t checked_page_tokens(value) except -1:
+    value = integer("page_tokens", value)
+    if value not in PAGE_TOKENS:
+        raise BadInput(f"page_tokens: {shown(value)} is not one of {PAGE_TOKENS}")
     return value
 
 
-def tile_bytes(str format, int64_t head_dim, int64_t page_tokens) -> int:
-    """Bytes of one (layer, KV head) tile; a page is n_layers * n_kv_heads of them. BadInput for an unknown format."""
+def tile_bytes(format, head_dim, page_tokens) -> int:
+    """Bytes of one (layer, KV head) tile; a page is n_layers * n_kv_heads of them. BadInput for an unknown format, a head_dim outside
+    [1, 8191] or other page_tokens than a cache has.
+    """
     if format not in FORMATS:
-        raise BadInput(f"format: {format!r} is not one of {', '.join(FORMATS)}")
-    return pkv_tile_bytes(FORMATS.index(format), head_dim, page_tokens)
+        raise BadInput(f"format: {shown(format)} is not one of {', '.join(FORMATS)}")
+    return pkv_tile_bytes(FORMATS.index(format), bounded("head_dim", head_dim, 1, (1 << 13) - 1), checked_page_tokens(page_tokens))
 
 
 cdef class PagedKVCache(Arena):
@@ -57,12 +69,10 @@ cdef class PagedKVCache(Arena):
         if self.ptr != NULL:
             raise BadInput("cache is initialised already")
         memset(v, 0, sizeof(attention_view))
-        self.n_layers = within("n_layers", n_layers, 1, 1 << 16)
-        v.n_kv_heads = within("n_kv_heads", n_kv_heads, 1, 1 << 16)
-        v.head_dim = within("head_dim", head_dim, 1, 1 << 13)
-        if page_tokens not in PAGE_TOKENS:
-            raise BadInput(f"page_tokens: {page_tokens!r} is not one of {PAGE_TOKENS}")
-        v.page_tokens = page_tokens
+        self.n_layers = bounded("n_layers", n_layers, 1, (<int64_t>1 << 16) - 1)
+        v.n_kv_heads = bounded("n_kv_heads", n_kv_heads, 1, (<int64_t>1 << 16) - 1)
+        v.head_dim = bounded("head_dim", head_dim, 1, (<int64_t>1 << 13) - 1)
+        v.page_tokens = checked_page_tokens(page_tokens)
         v.tile_bytes = tile_bytes(format, v.head_dim, v.page_tokens)
         v.format = FORMATS.index(format)
         self.pool = threads if isinstance(threads, ThreadPool) else ThreadPool(threads)
@@ -98,32 +108,29 @@ cdef class PagedKVCache(Arena):
         """Causal attention of the last q_lens[i] tokens of seqs[i] over that sequence's pages.
 
         q        float32 [sum(q_lens), n_heads, head_dim], n_heads a multiple of n_kv_heads
-        scale    of the scores, default 1/sqrt(head_dim); window: a token sees the last `window` tokens, itself included;
-                 softcap: scores become softcap * tanh(score / softcap)
+        scale    of the scores, default 1/sqrt(head_dim); 0, or normal in float32
+        window   a token sees the last `window` tokens, itself included
+        softcap  scores become softcap * tanh(score / softcap); in [2**-10, 1000], 0 or None: they do not
         returns  float32 [sum(q_lens), n_heads, head_dim]
 
         The bits of a row depend on its sequence and position alone. Releases the GIL. Raises BadInput. The sequences must not be
         changed by other threads meanwhile.
         """
         cdef attention_view v = self.view
-        cdef int64_t at = within("layer", layer, 0, self.n_layers)
+        cdef int64_t at = bounded("layer", layer, 0, self.n_layers - 1)
         cdef attention_job job
         cdef int64_t i, n, status, before
         cdef KVSequence seq
         cdef list owners = list(seqs)
-        cdef list lens = [within("q_lens", x, 0, 1 << 40) for x in q_lens]
-        q = np.ascontiguousarray(q, dtype=np.float32)
+        cdef list lens = [bounded("q_lens", x, 0, (<int64_t>1 << 40) - 1) for x in q_lens]
+        q = floats("q", q)
         if len(owners) != len(lens):
             raise BadInput(f"q_lens: {len(lens)} lengths for {len(owners)} sequences")
         if q.ndim != 3 or q.shape[0] != sum(lens) or q.shape[2] != v.head_dim or q.shape[1] == 0 or q.shape[1] % v.n_kv_heads:
             raise BadInput(f"q: shape {q.shape} is not ({sum(lens)}, a multiple of {v.n_kv_heads}, {v.head_dim})")
-        scale = 1 / math.sqrt(v.head_dim) if scale is None else float(scale)
-        softcap = 0.0 if softcap is None else float(softcap)
-        if not math.isfinite(scale):
-            raise BadInput(f"scale: {scale} is not finite")
-        if not 0 <= softcap < math.inf:
-            raise BadInput(f"softcap: {softcap} is not in [0, inf)")
-        v.window = 0 if window is None else within("window", window, 1, 1 << 40)
+        scale = 1 / math.sqrt(v.head_dim) if scale is None else check_scale("scale", scale)
+        softcap = 0.0 if softcap is None else check_softcap("softcap", softcap)
+        v.window = 0 if window is None else bounded("window", window, 1, (<int64_t>1 << 40) - 1)
         v.scale, v.softcap = scale, softcap
         v.group = q.shape[1] // v.n_kv_heads
         for i, owner in enumerate(owners):
@@ -213,13 +220,18 @@ cdef class KVSequence(Sequence):
             raise self.refuse(-PKV_TAMPER, "")
         return self.arena
 
+    cdef str cut_short(self, str call, int64_t tokens):
+        """Why a call that was right when it began finds no pages to write: between the look and the copies the table became shorter."""
+        return (f"{call}: {tokens} tokens exceed the {pkv_seq_n_pages(self.ptr)} pages of {self.cache().view.page_tokens} to which another "
+                f"thread cut the sequence meanwhile")
+
     def extend(self, n) -> int:
         """Room for n more tokens on pages no other sequence holds; returns the position of the first. A shared tail page is copied.
 
         Raises PoolExhausted or SequenceFull with nothing changed (make_own says what a race may leave), BadInput for a bad n.
         """
         cdef int64_t page_tokens = self.cache().view.page_tokens
-        cdef int64_t count = within("extend", n, 0, 1 << 40)
+        cdef int64_t count = bounded("extend", n, 0, (<int64_t>1 << 40) - 1)
         cdef int64_t tokens = self.ptr.n_tokens
         cdef int64_t used = self.ptr.n_pages_used
         cdef int64_t needed = (tokens + count + page_tokens - 1) // page_tokens
@@ -227,7 +239,8 @@ cdef class KVSequence(Sequence):
         with nogil:
             code = make_own(self.ptr, max(needed - used, <int64_t>0), tokens // page_tokens, min(used, needed) if count else 0)
         if code < 0:
-            raise self.refuse(code, f"extend: {count} more tokens" if code != -PKV_POOL_EXHAUSTED else "")
+            raise self.refuse(code, f"extend: {count} more tokens" if code == -PKV_SEQ_FULL else
+                              self.cut_short("extend", tokens) if code == -PKV_BAD_INPUT else "")
         code = set_tokens(self.ptr, tokens + count, page_tokens)
         if code < 0:
             raise self.refuse(code, "")
@@ -238,7 +251,7 @@ cdef class KVSequence(Sequence):
     def truncate(self, n) -> None:
         """Keep the first n tokens and give back the pages behind them. BadInput when n is not in [0, len]."""
         cdef int64_t page_tokens = self.cache().view.page_tokens
-        cdef int64_t count = within("truncate", n, 0, self.ptr.n_tokens + 1)
+        cdef int64_t count = bounded("truncate", n, 0, self.ptr.n_tokens)
         self.truncate_pages((count + page_tokens - 1) // page_tokens)
         set_tokens(self.ptr, count, page_tokens)
 
@@ -255,7 +268,7 @@ cdef class KVSequence(Sequence):
         """
         cdef list wanted = list(pages)
         cdef int64_t page_tokens = self.cache().view.page_tokens
-        cdef int64_t count = within("share_prefix", n_tokens, 0, 1 << 40)
+        cdef int64_t count = bounded("share_prefix", n_tokens, 0, (<int64_t>1 << 40) - 1)
         if self.ptr.n_pages_used or self.ptr.n_tokens:
             raise BadInput(f"share_prefix: the sequence holds {self.ptr.n_tokens} tokens already")
         if (count + page_tokens - 1) // page_tokens != len(wanted):
@@ -271,22 +284,22 @@ cdef class KVSequence(Sequence):
         """
         cdef PagedKVCache cache = self.cache()
         cdef attention_view *view = &cache.view
-        cdef int64_t at = within("layer", layer, 0, cache.n_layers)
+        cdef int64_t at = bounded("layer", layer, 0, cache.n_layers - 1)
         cdef int64_t first, n, t, h, code, position
         cdef const float *kp
         cdef const float *vp
         cdef uint64_t mode
-        k = np.ascontiguousarray(k, dtype=np.float32)
-        v = np.ascontiguousarray(v, dtype=np.float32)
+        cdef int64_t n_tokens = self.ptr.n_tokens
+        k, v = floats("k", k), floats("v", v)
         for name, array in (("k", k), ("v", v)):
             if array.ndim != 3 or array.shape[1] != view.n_kv_heads or array.shape[2] != view.head_dim:
                 raise BadInput(f"{name}: shape {array.shape} is not (n, {view.n_kv_heads}, {view.head_dim})")
         if k.shape[0] != v.shape[0]:
             raise BadInput(f"v: {v.shape[0]} tokens, k has {k.shape[0]}")
         n = k.shape[0]
-        if n > self.ptr.n_tokens:
-            raise BadInput(f"k: {n} tokens, the sequence has {self.ptr.n_tokens}")
-        first = within("start", start, 0, self.ptr.n_tokens - n + 1)
+        if n > n_tokens:
+            raise BadInput(f"k: {n} tokens, the sequence has {n_tokens}")
+        first = bounded("start", start, 0, n_tokens - n)
         if view.format == PKV_KV_INT8:
             for name, array in (("k", k), ("v", v)):
                 bad = np.argwhere(~np.isfinite(array).all(axis=2))
@@ -311,13 +324,13 @@ cdef class KVSequence(Sequence):
         finally:
             cache.let_go()
         if code < 0:
-            raise self.refuse(code, "")
+            raise self.refuse(code, self.cut_short("write_kv", first + n) if code == -PKV_BAD_INPUT else "")
 
     def gather(self, layer):
         """K and V of one layer as two new float32 arrays [len, n_kv_heads, head_dim]. Raises BadInput. Releases the GIL."""
         cdef PagedKVCache cache = self.cache()
         cdef attention_view *view = &cache.view
-        cdef int64_t at = within("layer", layer, 0, cache.n_layers)
+        cdef int64_t at = bounded("layer", layer, 0, cache.n_layers - 1)
         cdef int64_t n = self.ptr.n_tokens
         cdef int64_t page, h
         cdef uint64_t mode

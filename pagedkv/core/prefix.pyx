@@ -9,19 +9,19 @@ last page first, so leaves age before their parents. Eviction takes the oldest C
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 
 from pagedkv.core.arena cimport *
+from pagedkv.core.arguments cimport bounded, integer, shown
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_map, pkv_release, pkv_unmap
 from pagedkv.core.pages cimport pkv_held_drop, pkv_held_revive, pkv_held_uncache
 from pagedkv.core.registry cimport enter, enter_both, enter_prefix, pkv_blame, pkv_blame_arena
 from pagedkv.core.sequence cimport Sequence
 from pagedkv.core.structs cimport *
-
-from array import array
 
 
 # --- the tree, under the lock -----------------------------------------------------------------------------------------
@@ -422,33 +422,66 @@ cdef int64_t pkv_prefix_insert(pkv_prefix *p, pkv_seq *s, const int32_t *tokens,
 # --- Python edge ------------------------------------------------------------------------------------------------------
 
 cdef class TokenBuffer:
-    """int32 tokens from a C-contiguous int32 buffer without a copy, or from any iterable of ints."""
+    """int32 tokens: a one-dimensional C-contiguous int32 buffer without a copy, else the integers of an array or iterable. BadInput
+    names the entry that is none, or does not fit; bytes are no tokens.
+    """
     cdef Py_buffer view
     cdef bint held
+    cdef int32_t *own
+    cdef int64_t n
 
     def __cinit__(self, tokens):
-        if not hasattr(tokens, "dtype") and not isinstance(tokens, (array, memoryview)):
-            try:
-                tokens = array("i", tokens)
-            except OverflowError:
-                raise error(-PKV_BAD_INPUT, NULL, "token_ids: a value does not fit in int32") from None
+        cdef list items
+        cdef int64_t k
+        if isinstance(tokens, (bytes, bytearray, str)):
+            raise error(-PKV_BAD_INPUT, NULL, f"token_ids: {shown(tokens)} is {type(tokens).__name__}, not integers")
+        if self.borrow(tokens):
+            return
+        try:
+            items = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+        except (TypeError, NotImplementedError):
+            raise error(-PKV_BAD_INPUT, NULL, f"token_ids: {shown(tokens)} is no sequence of integers") from None
+        self.n = len(items)
+        self.own = <int32_t *>PyMem_Malloc(max(self.n, 1) * sizeof(int32_t))
+        if self.own == NULL:
+            raise MemoryError
+        for k in range(self.n):
+            self.own[k] = <int32_t>bounded_entry(k, items[k])
+
+    cdef bint borrow(self, tokens) except -1:
+        """Whether tokens is a buffer to be read as it is."""
+        if not PyObject_CheckBuffer(tokens):
+            return False
         try:
             PyObject_GetBuffer(tokens, &self.view, PyBUF_ND | PyBUF_FORMAT)
         except (BufferError, ValueError):
-            raise error(-PKV_BAD_INPUT, NULL, "token_ids: expected a C-contiguous buffer") from None
-        self.held = True
-        if self.view.ndim != 1 or self.view.itemsize != 4 or self.view.format[0] not in b"il":
-            raise error(-PKV_BAD_INPUT, NULL, "token_ids: expected one dimension of int32")
+            return False
+        self.held = (self.view.ndim == 1 and self.view.itemsize == 4 and self.view.format != NULL
+                     and self.view.format in (b"i", b"l"))
+        if self.held:
+            self.own = <int32_t *>self.view.buf
+            self.n = self.view.shape[0]
+        else:
+            PyBuffer_Release(&self.view)
+        return self.held
 
     def __dealloc__(self):
         if self.held:
             PyBuffer_Release(&self.view)
+        else:
+            PyMem_Free(self.own)
 
     cdef const int32_t *data(self) noexcept:
-        return <const int32_t *>self.view.buf
+        return self.own
 
     cdef int64_t size(self) noexcept:
-        return self.view.shape[0]
+        return self.n
+
+
+cdef int64_t bounded_entry(int64_t k, value) except? -1:
+    if type(value) is int and -0x80000000 <= value <= 0x7FFFFFFF:
+        return value
+    return bounded(f"token_ids: entry {k}", value, -0x80000000, 0x7FFFFFFF)
 
 
 cdef object refusal(PrefixIndex index, int64_t code, str message):
@@ -470,18 +503,17 @@ cdef class PrefixIndex:
 
     Raises BadInput when page_tokens or seed is out of range or the arena has an index already, PoolExhausted when the
     system refuses memory. All methods may be called from any thread; they hold the arena's lock while they walk the
-    pages named and keep the GIL. Token strings are int32 buffers or iterables of ints; only full pages of them count.
+    pages named and keep the GIL. Token strings are int32 buffers, read without a copy, or other arrays and iterables of integers that
+    fit in int32; only full pages of them count.
     """
 
     def __init__(self, Arena arena not None, page_tokens, *, seed=0):
         cdef int64_t code
         if self.ptr != NULL:
             raise error(-PKV_BAD_INPUT, NULL, "prefix index is initialised already")
-        page_tokens, seed = integer("page_tokens", page_tokens), integer("seed", seed)
-        if not 0 < page_tokens <= PKV_MAX_PAGES:
-            raise error(-PKV_BAD_INPUT, NULL, f"page_tokens: {page_tokens} is outside [1, {PKV_MAX_PAGES}]")
+        page_tokens, seed = bounded("page_tokens", page_tokens, 1, PKV_MAX_PAGES), integer("seed", seed)
         if not 0 <= seed < 1 << 64:
-            raise error(-PKV_BAD_INPUT, NULL, f"seed: {seed} is outside [0, 2**64)")
+            raise error(-PKV_BAD_INPUT, NULL, f"seed: {shown(seed)} is outside [0, 2**64)")
         code = pkv_prefix_new(&self.ptr, arena.ptr, page_tokens, seed)
         self.arena = arena
         if code == -PKV_BAD_INPUT:

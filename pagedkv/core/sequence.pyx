@@ -10,6 +10,7 @@ from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memcpy
 
 from pagedkv.core.arena cimport *
+from pagedkv.core.arguments cimport bounded, integer, shown
 from pagedkv.core.internal cimport *
 from pagedkv.core.memory cimport pkv_alloc, pkv_release
 from pagedkv.core.pages cimport pkv_held_can_take, pkv_held_drop, pkv_held_drop_last, pkv_held_take, pkv_held_take_free
@@ -470,11 +471,8 @@ cdef class Sequence:
         cdef int64_t code
         if self.ptr != NULL:
             raise error(-PKV_BAD_INPUT, NULL, "sequence is initialised already")
-        max_pages, seq_id = integer("max_pages", max_pages), integer("seq_id", seq_id)
-        if not 0 < max_pages <= PKV_MAX_PAGES:
-            raise error(-PKV_BAD_INPUT, NULL, f"max_pages: {max_pages} is outside [1, {PKV_MAX_PAGES}]")
-        if not -(1 << 63) <= seq_id < 1 << 63:
-            raise error(-PKV_BAD_INPUT, NULL, f"seq_id: {seq_id} does not fit in 64 bits")
+        max_pages = bounded("max_pages", max_pages, 1, PKV_MAX_PAGES)
+        seq_id = bounded("seq_id", seq_id, -(<int64_t>1 << 62) * 2, ((<int64_t>1 << 62) - 1) * 2 + 1)
         code = pkv_seq_new(&self.ptr, arena.ptr, seq_id, max_pages)
         self.arena = arena
         if code:
@@ -562,10 +560,12 @@ cdef class Sequence:
         """Append n pages, all or none; returns the list of their indices. Raises as append_page, BadInput for n < 0."""
         cdef int64_t k, code, count, stop
         n = integer("append_pages", n)
-        count = n if 0 <= n <= PKV_MAX_PAGES else (-1 if n < 0 else PKV_MAX_PAGES)
+        if n < 0:
+            raise error(-PKV_BAD_INPUT, NULL, f"append_pages: {shown(n)} is negative")
+        count = min(n, PKV_MAX_PAGES)
         code = pkv_seq_append_pages(self.ptr, count)
         if code < 0:
-            raise self.refuse(code, f"append_pages: {n} pages" if code != -PKV_POOL_EXHAUSTED else "")
+            raise self.refuse(code, f"append_pages: {shown(n)} pages" if code == -PKV_SEQ_FULL else "")
         stop = self.ptr.n_pages_used  # less than count when another thread cut the table short from C meanwhile
         return [self.ptr.page_indices[k] for k in range(max(stop - count, <int64_t>0), stop)]
 
@@ -580,7 +580,7 @@ cdef class Sequence:
         i = integer("page index", i)
         code = pkv_seq_share_page(self.ptr, i if 0 <= i < PKV_MAX_PAGES else -1)
         if code < 0:
-            raise self.refuse(code, "one more page" if code == -PKV_SEQ_FULL else f"page index {i} {flaw(self, code)}")
+            raise self.refuse(code, "one more page" if code == -PKV_SEQ_FULL else f"page index {shown(i)} {flaw(self, code)}")
         return code
 
     @cython.critical_section
@@ -602,7 +602,7 @@ cdef class Sequence:
             raise self.refuse(code, f"the system refused memory for {n} page indices")
         if code < 0:
             raise self.refuse(code, f"share_pages: {n} pages" if code == -PKV_SEQ_FULL else
-                              f"one of page indices {wanted} {flaw(self, code)}")
+                              f"one of page indices {shown(wanted)} {flaw(self, code)}")
 
     def snapshot(self):
         """A new sequence of the same class that shares every page; a write_page on either copies the page first."""
@@ -626,7 +626,7 @@ cdef class Sequence:
         with nogil:
             code = pkv_seq_write_page(self.ptr, k)
         if code < 0:
-            raise self.refuse(code, f"write_page: {i} is outside [0, {pkv_seq_n_pages(self.ptr)})"
+            raise self.refuse(code, f"write_page: {shown(i)} is outside [0, {pkv_seq_n_pages(self.ptr)})"
                               if code == -PKV_BAD_INPUT else "")
         return code
 
@@ -639,7 +639,7 @@ cdef class Sequence:
         n = integer("truncate_pages", n)
         code = pkv_seq_truncate_pages(self.ptr, n if -1 <= n <= PKV_MAX_PAGES else -1)
         if code:
-            raise self.refuse(code, f"truncate_pages: {n} is outside [0, {pkv_seq_n_pages(self.ptr)}]")
+            raise self.refuse(code, f"truncate_pages: {shown(n)} is outside [0, {pkv_seq_n_pages(self.ptr)}]")
 
     @cython.critical_section
     def free(self):

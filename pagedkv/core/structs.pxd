@@ -7,6 +7,7 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
     const uint32_t PKV_NO_PAGE
     const int64_t PKV_MAX_PAGES, PKV_MAX_STORAGE, PKV_PAGE_ALIGN
     const int64_t PKV_ABI_VERSION
+    const float PKV_MIN_SOFTCAP, PKV_MAX_SOFTCAP
     const uint64_t PKV_ARENA_CANARY_PRE, PKV_ARENA_CANARY_POST
     const uint64_t PKV_SEQ_CANARY_PRE, PKV_SEQ_CANARY_POST
     const uint64_t PKV_PREFIX_CANARY_PRE, PKV_PREFIX_CANARY_POST

@@ -40,6 +40,20 @@ cdef int64_t most_tokens(const pkv_kv_pages *p) noexcept nogil:
     return PKV_MAX_PAGES * p.page_tokens
 
 
+cdef int64_t most_rows(int64_t n_heads, const pkv_kv_pages *p) noexcept nogil:
+    """Tokens of an array [n][n_heads][head_dim] of float32 that memory can hold."""
+    return (<int64_t>1 << 60) // (n_heads * p.head_dim)
+
+
+cdef bint is_scale(float x) noexcept nogil:
+    """0, or a normal number."""
+    return x == 0 or (isfinite(x) and (x >= <float>1.17549435e-38 or x <= -<float>1.17549435e-38))
+
+
+cdef bint is_softcap(float x) noexcept nogil:
+    return x == 0 or PKV_MIN_SOFTCAP <= x <= PKV_MAX_SOFTCAP
+
+
 cdef int64_t page_bytes(const pkv_kv_pages *p) noexcept nogil:
     return p.n_layers * p.n_kv_heads * pkv_tile_bytes(<int>p.format, p.head_dim, p.page_tokens)
 
@@ -67,7 +81,7 @@ cdef int64_t pkv_kv_write(const pkv_kv_pages *p, const uint32_t *page_table, int
     cdef attention_view view
     cdef int64_t i, h, t
     cdef uint64_t mode
-    if not is_sound(p) or not 0 <= layer < p.n_layers or n < 0 or not 0 <= start <= most_tokens(p) - n:
+    if not is_sound(p) or not 0 <= layer < p.n_layers or not 0 <= n <= most_rows(p.n_kv_heads, p) or not 0 <= start <= most_tokens(p) - n:
         return -PKV_BAD_INPUT
     if n and (page_table == NULL or k == NULL or v == NULL):
         return -PKV_BAD_INPUT
@@ -110,8 +124,9 @@ cdef int64_t attend_with(pkv_pool *pool, const pkv_kv_pages *p, const uint32_t *
     cdef int64_t status = -PKV_POOL_EXHAUSTED
     cdef uint64_t mode
     if (not is_sound(p) or how == NULL or not 0 <= layer < p.n_layers or not 0 <= n_queries <= n_tokens <= most_tokens(p)
-            or (n_queries and (page_table == NULL or q == NULL or out == NULL)) or not 0 < how.n_heads < 1 << 16 or how.n_heads % p.n_kv_heads or how.window < 0 or not isfinite(how.scale)
-            or not isfinite(how.softcap) or how.softcap < 0):
+            or (n_queries and (page_table == NULL or q == NULL or out == NULL)) or not 0 < how.n_heads < 1 << 16
+            or how.n_heads % p.n_kv_heads or n_queries > most_rows(how.n_heads, p) or how.window < 0 or not is_scale(how.scale)
+            or not is_softcap(how.softcap)):
         return -PKV_BAD_INPUT
     view = view_of(p)
     view.group = how.n_heads // p.n_kv_heads

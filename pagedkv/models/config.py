@@ -107,7 +107,7 @@ class ModelConfig:
         windows = read_windows(read, name, architecture, n_layers)
         scale = head_dim if n_layers != architecture.wide_layers else hidden_size // n_heads
         caps = [
-            read.real(f"{name}.{key}", 0.0, 1e6, default=default) if key in architecture.keys else default
+            read.softcap(f"{name}.{key}", default) if key in architecture.keys else default
             for key, default in zip(
                 ("attn_logit_softcapping", "final_logit_softcapping"), architecture.softcaps, strict=True
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.core.arguments import MAX_SOFTCAP, MIN_SOFTCAP
 from pagedkv.models.errors import ModelError
 from pagedkv.models.gguf import StringArray
 
@@ -54,6 +55,13 @@ class Metadata:
         if key in self.entries and not low <= value <= high:
             raise ModelError(f"{key}: {value:g} is not in [{low:g}, {high:g}]")
         return float(value) if value is not None else None
+
+    def softcap(self, key: str, default: float) -> float:
+        """Soft cap, 0 for none, in the range that float32 computes accurately (docs/numerics.md)."""
+        value = self.real(key, 0.0, MAX_SOFTCAP, default=default)
+        if 0 < value < MIN_SOFTCAP:
+            raise ModelError(f"{key}: {value:g} is not 0 and is below {MIN_SOFTCAP:g}")
+        return value
 
     def flag(self, key: str, default: Any = _REQUIRED) -> Any:
         """Boolean."""

@@ -1,13 +1,15 @@
 """Formats of PagedKVCache: what was written comes back as the format keeps it; bad input is refused by name."""
 
 import math
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from isas import assert_one_result, on_every_isa
 from kv import contents, fill, make, poison, same, state, stored, values
 
-from pagedkv import Arena, BadInput, PagedKVCache, Tampered
+from pagedkv import Arena, BadInput, PagedKVCache, PoolExhausted, SequenceFull, Tampered
 from pagedkv.core.kvcache import FORMATS, PAGE_TOKENS, KVSequence, tile_bytes
 
 # --- writing and reading back -----------------------------------------------------------------------------------------
@@ -198,17 +200,17 @@ def test_memory_per_token_of_int8():
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 BAD_CACHES = [
-    ({"n_layers": 0}, "n_layers: 0 is not an integer in [1, 65536)"),
-    ({"n_layers": 1.0}, "n_layers: 1.0 is not an integer in [1, 65536)"),
-    ({"n_kv_heads": -2}, "n_kv_heads: -2 is not an integer in [1, 65536)"),
-    ({"n_kv_heads": True}, "n_kv_heads: True is not an integer in [1, 65536)"),
-    ({"head_dim": 8192}, "head_dim: 8192 is not an integer in [1, 8192)"),
+    ({"n_layers": 0}, "n_layers: 0 is outside [1, 65535]"),
+    ({"n_layers": 1.0}, "n_layers: 1.0 is not an integer"),
+    ({"n_kv_heads": -2}, "n_kv_heads: -2 is outside [1, 65535]"),
+    ({"n_kv_heads": True}, "n_kv_heads: True is not an integer"),
+    ({"head_dim": 8192}, "head_dim: 8192 is outside [1, 8191]"),
     ({"format": "bf16"}, "format: 'bf16' is not one of f32, f16, int8"),
     ({"format": None}, "format: None is not one of f32, f16, int8"),
     ({"page_tokens": 8}, "page_tokens: 8 is not one of (16, 32, 64, 128, 256)"),
     ({"page_tokens": 24}, "page_tokens: 24 is not one of (16, 32, 64, 128, 256)"),
     ({"n_pages": 0}, "n_pages: 0 is outside [1, 2147483632]"),
-    ({"threads": 0}, "threads: 0 is not an integer in [1, 1025)"),
+    ({"threads": 0}, "threads: 0 is outside [1, 1024]"),
 ]
 
 
@@ -235,15 +237,15 @@ def zeros(n, heads=3, dim=20):
 
 
 BAD_CALLS = [
-    (lambda s: s.extend(-1), "extend: -1 is not an integer in [0, 1099511627776)"),
-    (lambda s: s.extend(1.5), "extend: 1.5 is not an integer in [0, 1099511627776)"),
-    (lambda s: s.extend(1 << 60), f"extend: {1 << 60} is not an integer in [0, 1099511627776)"),
-    (lambda s: s.truncate(21), "truncate: 21 is not an integer in [0, 21)"),
-    (lambda s: s.truncate(-1), "truncate: -1 is not an integer in [0, 21)"),
-    (lambda s: s.gather(2), "layer: 2 is not an integer in [0, 2)"),
-    (lambda s: s.write_kv(-1, 0, zeros(1), zeros(1)), "layer: -1 is not an integer in [0, 2)"),
-    (lambda s: s.write_kv(0, 20, zeros(1), zeros(1)), "start: 20 is not an integer in [0, 20)"),
-    (lambda s: s.write_kv(0, -1, zeros(1), zeros(1)), "start: -1 is not an integer in [0, 20)"),
+    (lambda s: s.extend(-1), "extend: -1 is outside [0, 1099511627775]"),
+    (lambda s: s.extend(1.5), "extend: 1.5 is not an integer"),
+    (lambda s: s.extend(1 << 60), f"extend: {1 << 60} is outside [0, 1099511627775]"),
+    (lambda s: s.truncate(21), "truncate: 21 is outside [0, 20]"),
+    (lambda s: s.truncate(-1), "truncate: -1 is outside [0, 20]"),
+    (lambda s: s.gather(2), "layer: 2 is outside [0, 1]"),
+    (lambda s: s.write_kv(-1, 0, zeros(1), zeros(1)), "layer: -1 is outside [0, 1]"),
+    (lambda s: s.write_kv(0, 20, zeros(1), zeros(1)), "start: 20 is outside [0, 19]"),
+    (lambda s: s.write_kv(0, -1, zeros(1), zeros(1)), "start: -1 is outside [0, 19]"),
     (lambda s: s.write_kv(0, 0, zeros(21), zeros(21)), "k: 21 tokens, the sequence has 20"),
     (lambda s: s.write_kv(0, 0, zeros(2), zeros(1)), "v: 1 tokens, k has 2"),
     (lambda s: s.write_kv(0, 0, zeros(1, 2), zeros(1)), "k: shape (1, 2, 20) is not (n, 3, 20)"),
@@ -310,3 +312,54 @@ def test_int8_scale_of_extreme_rows_is_finite():
     assert math.isclose(k[0, 0, 0], 3.4e38, rel_tol=1e-6)
     assert not k[1].any()
     np.testing.assert_allclose(k[2], x[2], rtol=1e-6)
+
+
+class Cutting:
+    """An array whose reading cuts a sequence short, as another thread could at that moment."""
+
+    def __init__(self, seq, array):
+        self.seq, self.array = seq, array
+
+    def __array__(self, dtype=None, copy=None):
+        self.seq.truncate(3)
+        return self.array
+
+
+def test_a_lost_race_is_told_with_its_numbers():
+    kv = make(4)
+    seq = kv.sequence()
+    fill(seq, 40)
+    with pytest.raises(BadInput) as caught:
+        seq.write_kv(0, 20, Cutting(seq, zeros(20)), zeros(20))
+    assert str(caught.value) == (
+        "write_kv: 40 tokens exceed the 1 pages of 16 to which another thread cut the sequence meanwhile"
+    )
+    assert len(seq) == 3 and kv.check() == []
+
+
+def test_refusals_of_calls_that_race_are_never_empty():
+    """extend and truncate on one sequence: whatever is refused says what and by which numbers."""
+    kv = make(60)
+    seq = kv.sequence()
+    told = []
+
+    def call(work):
+        for _ in range(300):
+            try:
+                work()
+            except (PoolExhausted, SequenceFull, BadInput) as error:
+                told.append(str(error))
+
+    def rewrite():
+        twin = seq.snapshot()  # so that pages are shared, and extend has something to copy
+        seq.extend(300)
+        del twin
+
+    with ThreadPoolExecutor(3) as executor:
+        for done in [executor.submit(call, work) for work in (rewrite, rewrite, lambda: seq.truncate(len(seq) // 3))]:
+            done.result()
+    with pytest.raises(SequenceFull) as caught:
+        seq.extend(10_000)
+    for text in [*told, str(caught.value)]:
+        assert re.search(r"\w{4}.*\d", text), repr(text)
+    assert kv.check() == []

@@ -165,6 +165,7 @@ PLACES = [("storage", None), ("storage", 1), ("page_stride", 64), ("page_stride"
 HOWS = [
     ("n_heads", 0), ("n_heads", 5), ("n_heads", -2), ("n_heads", 1 << 16), ("window", -1), ("scale", float("nan")),
     ("scale", float("inf")), ("softcap", -1.0), ("softcap", float("nan")), ("softcap", float("inf")),
+    ("scale", 1e-39), ("scale", -1e-45), ("softcap", 1e-4), ("softcap", 1000.5), ("softcap", 1e8), ("softcap", 1e-45),
 ]  # fmt: skip
 
 
@@ -225,6 +226,11 @@ def test_bad_ranges_and_null(api, pools):
     for start in (last, last + 1, (1 << 63) - 1):
         assert api.kv_write(pages, table, 0, start, 1, address(k), address(v)) == BAD
         assert api.kv_attend(pages, table, 0, start + 1 if start < 1 << 62 else start, 1, *attend[5:]) == BAD
+    for n in (1 << 39, 1 << 62, (1 << 63) - 1, -1):  # whose arrays no memory can hold, and whose sizes overflow
+        large = Pages(pages and memory.pages.storage, 1 << 40, 1, (1 << 16) - 1, (1 << 13) - 1, 256, 2)
+        assert api.kv_write(address(large), table, 0, 0, n, address(k), address(v)) == BAD
+        wide = Attention((1 << 16) - 1, 0, 1.0, 0.0)
+        assert api.kv_attend(address(large), table, 0, n, n, address(wide), address(q), address(q)) == BAD
     for n_threads in (0, -1, 1025, 1 << 40):
         assert api.make(api.pool_new, n_threads) == (BAD, 0)
     assert api.pool_destroy(None) == -Verdict.TAMPER

@@ -351,6 +351,14 @@ def test_softcap_is_a_scaled_tanh(rng):
     assert np.array_equal(np.signbit(y), np.signbit(x))
 
 
+@pytest.mark.parametrize("cap", [2.0**-10, 0.3, 1, 30, 50, 300, 1000])
+def test_the_error_of_a_soft_cap_is_bounded_over_the_caps_that_are_taken(rng, cap):
+    x = (rng.uniform(-1, 1, (8, 4096)) * 10.0 ** np.arange(-5, 3)[:, None] * cap).astype(F32).ravel()
+    y = x.copy()
+    kernels.softcap("scalar", address(y), y.size, cap)
+    assert np.abs(y - cap * np.tanh(x.astype(np.float64) / cap)).max() < cap * 2.0**-22 <= 2.4e-4
+
+
 @pytest.mark.parametrize("n", [1, 15, 16, 576, 577])
 def test_rmsnorm(rng, n):
     x, w = (rng.standard_normal((2, n)) * [[9], [1]]).astype(F32)

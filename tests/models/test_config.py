@@ -1,13 +1,18 @@
 """ModelConfig: what it reads from good metadata, and that bad metadata is refused by name, value and range."""
 
+import re
+from pathlib import Path
+
 import gguf_writer as w
 import pytest
 import tiny
 
+import pagedkv
 from pagedkv.models.architectures import ARCHITECTURES
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.errors import ModelError
 from pagedkv.models.gguf import GGUFFile
+from pagedkv.models.metadata import Metadata
 from pagedkv.models.rope import Rope
 
 
@@ -118,6 +123,39 @@ def test_bad_values(tmp_path, key, kind, value, says):
     message = refused(tmp_path, **{key.replace(".", "__"): (kind, value)})
     assert message.startswith(f"{key}: ") or (key == "llama.block_count" and key in message)
     assert says in message
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (1e4, "10000 is not in [0, 1000]"),
+        (-1.0, "-1 is not in [0, 1000]"),
+        (float("nan"), "nan is not in [0, 1000]"),
+        (2.0**-11, "0.000488281 is not 0 and is below 0.000976562"),
+        ("30", "'30' is not a number in [0, 1000]"),
+    ],
+)
+def test_soft_caps_that_float32_does_not_compute_accurately(value, says):
+    with pytest.raises(ModelError) as caught:
+        Metadata({"cap": value}).softcap("cap", 50.0)
+    assert str(caught.value) == f"cap: {says}"
+
+
+def test_soft_caps():
+    assert [Metadata({"cap": x}).softcap("cap", 5.0) for x in (0, 0.0, 2.0**-10, 30, 1000.0)] == [
+        0,
+        0,
+        2.0**-10,
+        30,
+        1000,
+    ]
+    assert Metadata({}).softcap("cap", 50.0) == 50
+
+
+@pytest.mark.parametrize("reader", ["config.py", "huggingface.py"])
+def test_both_containers_read_soft_caps_so(reader):
+    source = (Path(pagedkv.__file__).parent / "models" / reader).read_text()
+    assert "read.softcap(" in source and not re.search(r"read\.real\([^)]*softcap", source)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_who_packs_does_not_matter(tmp_path):
     [
         ({"activations": "int4"}, "activations: 'int4' is not one of int8, int12"),
         ({"quantization": "q4"}, "quantization: 'q4' is not one of q8_0"),
-        ({"threads": 0}, "threads: 0 is not an integer in [1, 1025)"),
+        ({"threads": 0}, "threads: 0 is outside [1, 1024]"),
     ],
 )
 def test_bad_options(tmp_path, options, message):

@@ -18,6 +18,8 @@
 #define PKV_MAX_PAGES 0x7FFFFFF0          /* largest max_pages of an arena or a sequence */
 #define PKV_MAX_STORAGE ((int64_t)1 << 46) /* largest max_pages * page_stride, in bytes */
 #define PKV_PAGE_ALIGN 64
+#define PKV_MIN_SOFTCAP 0.0009765625f /* soft caps of attention: beyond these bounds float32 loses the scores */
+#define PKV_MAX_SOFTCAP 1000.0f
 
 #define PKV_ARENA_CANARY_PRE 0xA7E9C1D35B8F2E61u
 #define PKV_ARENA_CANARY_POST 0x91F4B6E2D8A35C7Du
@@ -178,8 +180,8 @@ typedef struct pkv_kv_pages {
 typedef struct pkv_attention {
     int64_t n_heads; /* query heads, a multiple of n_kv_heads */
     int64_t window;  /* a token sees the last `window` tokens, itself included; 0: all */
-    float scale;     /* of the scores, as a rule 1/sqrt(head_dim) */
-    float softcap;   /* scores become softcap * tanh(score / softcap); 0: they do not */
+    float scale;     /* of the scores, as a rule 1/sqrt(head_dim); 0 or a normal number */
+    float softcap;   /* scores become softcap * tanh(score / softcap), in [PKV_MIN_SOFTCAP, PKV_MAX_SOFTCAP]; 0: they do not */
 } pkv_attention;
 
 /* Threads that share one call, started at the first and again after a fork. */
