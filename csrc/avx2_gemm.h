@@ -156,6 +156,7 @@ TILE __m256i half_sums(const pkv_act *x, int64_t at)
 }
 
 /* n_t tokens x n_h groups of 8 rows from group rows0; with int12 (wide) each token has two digits, and n_t * n_h * digits <= 4.
+ * ahead: the next panel's weights, n_ahead lines of them to ask for in every block.
  * Weights run as unsigned bytes against signed digits, pairs of products add up in int16 over as many lines as are safe, then pmaddwd multiplies by the
  * integer factor of the half block (K-quants), by 16 for a high digit or nibble, or by 1, and adds the pairs in int32. */
 TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel, int rows0, int64_t token, int64_t out_stride,
@@ -180,11 +181,9 @@ TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t 
         const uint8_t *small = scales + b / 8 * scale_bytes + 32 + 32 * has_mins(type);
         const int ends = !wide || b % 8 == 7 || b + 1 == n_blocks;
         for (int64_t i = 0; i < n_ahead; i++, ahead += 64)
-            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-        if (n_ahead && is_super(type))
-            _mm_prefetch((const char *)small + w->scale_bytes + 32 * (b % 8), _MM_HINT_T1);
-        else if (n_ahead)
-            _mm_prefetch((const char *)s + w->scale_bytes, _MM_HINT_T1);
+            pkv_prefetch(ahead, 64);
+        if (n_ahead)
+            pkv_prefetch(is_super(type) ? small + w->scale_bytes + 32 * (b % 8) : s + w->scale_bytes, 64);
         __m256i factor[2][2], min_factor[2][2], sum[8];
         for (int h = 0; h < n_h && is_super(type); h++)
             sub_scales(factor[h], min_factor[h], small, rows0 + h, b, type);
@@ -254,16 +253,10 @@ TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t 
             finish(out + t * out_stride + 8 * h, acc[t * n_h + h], add);
 }
 
-/* Meanwhile the next panel is fetched, see avx512_gemm.h: so many lines of it in each block of each pass over this one. */
-TILE int64_t lines_ahead(const pkv_weight *w, int64_t n_passes)
-{
-    return (w->panel_bytes / 64 + n_passes * (w->n_cols / 32) - 1) / (n_passes * (w->n_cols / 32));
-}
-
 TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
                       int64_t n_tokens, int64_t out_stride, int add, int32_t type)
 {
-    const int64_t n_ahead = lines_ahead(w, 2 * (n_tokens / 4) + n_tokens % 4 / 2 + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
+    const int64_t n_ahead = pkv_lines_ahead(w, 1, 2 * (n_tokens / 4) + n_tokens % 4 / 2 + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
     for (int64_t p = 0; p < n_panels; p++, out += 16) {
         const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = ahead + w->panel_bytes;
         int64_t t = 0;
@@ -285,7 +278,7 @@ TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t
 TILE void gemm_wide(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
                     int64_t n_tokens, int64_t out_stride, int add, int32_t type)
 {
-    const int64_t n_ahead = lines_ahead(w, 2 * (n_tokens / 2) + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
+    const int64_t n_ahead = pkv_lines_ahead(w, 1, 2 * (n_tokens / 2) + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
     for (int64_t p = 0; p < n_panels; p++, out += 16) {
         const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = ahead + w->panel_bytes;
         int64_t t = 0;

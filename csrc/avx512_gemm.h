@@ -11,12 +11,6 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-/* Lines of n_bytes of weights to ask for in each of n_blocks blocks of each of n_tiles tiles, so that all are asked for once, or nearly. */
-INLINE int64_t lines_ahead(int64_t n_bytes, int64_t n_tiles, int64_t n_blocks)
-{
-    return (n_bytes / 64 + n_tiles * n_blocks - 1) / (n_tiles * n_blocks);
-}
-
 INLINE __m512i broadcast4(const int8_t *p)
 {
     int32_t four;
@@ -70,12 +64,12 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
             }
         }
         for (int64_t i = 0; i < n_ahead; i++, ahead += 64)
-            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+            pkv_prefetch(ahead, 64);
         UNROLL for (int p = 0; p < P; p++) {
             const uint8_t *at = scales + p * w->scale_bytes;
             __m512 scale = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)at)), min = scale;
             if (n_ahead)
-                _mm_prefetch((const char *)at + P * w->scale_bytes, _MM_HINT_T1);
+                pkv_prefetch(at + P * w->scale_bytes, 64);
             if (type == PKV_W_Q4_1)
                 min = _mm512_cvtph_ps(_mm256_load_si256((const __m256i *)(at + 32)));
             UNROLL for (int t = 0; t < T; t++) {
@@ -93,13 +87,12 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
         }
 }
 
-/* P panels for all tokens, in tiles of nearly equal size. Meanwhile the next P panels are fetched: passes over the same panels hide from the
- * hardware that others follow, and a burst of requests would hold the tiles up. */
+/* P panels for all tokens, in tiles of nearly equal size, while the next P are fetched. */
 INLINE void block_panels(const int type, const int P, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x,
                          int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
     const int64_t n_tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS, n_blocks = w->n_cols / 32;
-    const int64_t n_ahead = lines_ahead(P * w->panel_bytes, n_tiles, n_blocks);
+    const int64_t n_ahead = pkv_lines_ahead(w, P, n_tiles);
     const uint8_t *ahead = w->data + (panel + P) * w->panel_bytes, *end = ahead + P * w->panel_bytes;
     for (int64_t t = 0, n, tile = 0; tile < n_tiles; tile++, t += n, ahead += 64 * n_ahead * n_blocks) {
         float *o = out + t * out_stride;

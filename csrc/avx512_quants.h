@@ -68,10 +68,10 @@ INLINE void quant_tile(const int type, const int wide, const int P, const int T,
         const int64_t last = b % 8 == 7 || b + 1 == n_blocks;
         __m512i sum[2][4][6];
         for (int64_t i = 0; i < n_ahead; i++, ahead += 64)
-            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+            pkv_prefetch(ahead, 64);
         if (n_ahead && 64 * (b % 8) < SCALE_BYTES(type))
             UNROLL for (int p = 0; p < P; p++)
-                _mm_prefetch((const char *)scales + (P + p) * w->scale_bytes + (IS_SUPER(type) ? 64 * (b % 8) : 0), _MM_HINT_T1);
+                pkv_prefetch(scales + (P + p) * w->scale_bytes + (IS_SUPER(type) ? 64 * (b % 8) : 0), 64);
         UNROLL for (int p = 0; p < P; p++)
             UNROLL for (int t = 0; t < T; t++)
                 sum[0][p][t] = sum[1][p][t] = _mm512_setzero_si512();
@@ -172,7 +172,7 @@ INLINE void quant_panels(const int type, const int wide, const int P, float *res
                          const pkv_act *restrict x, int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
 {
     const int most = !wide && !HAS_HALVES(type) ? 6 : IS_SUPER(type) && wide ? 2 : 3;
-    const int64_t n_blocks = w->n_cols / 32, n_ahead = lines_ahead(P * w->panel_bytes, (n_tokens + most - 1) / most, n_blocks);
+    const int64_t n_blocks = w->n_cols / 32, n_ahead = pkv_lines_ahead(w, P, (n_tokens + most - 1) / most);
     const uint8_t *ahead = w->data + (panel + P) * w->panel_bytes, *end = ahead + P * w->panel_bytes;
     for (int64_t t = 0; t < n_tokens; ahead += 64 * n_ahead * n_blocks) {
         int64_t n = n_tokens - t < most ? n_tokens - t : most, lines = ahead < end ? n_ahead : 0;

@@ -56,7 +56,7 @@ INLINE void unpack_weights(int8_t (*b)[8 * 64], const pkv_weight *w, int64_t pan
     for (int64_t i = 0; i < n; i++)
         for (int j = 0; j < n_lines; j++, line += 64) {
             __m512i v = _mm512_load_si512(line), high;
-            _mm_prefetch((const char *)line + n * n_lines * 64, _MM_HINT_T1); /* the next chunk, of this panel or another */
+            pkv_prefetch(line + n * n_lines * 64, 64); /* the next chunk, of this panel or another */
             if (type == PKV_W_Q8_0) {
                 _mm512_store_si512(b[i] + 64 * j, _mm512_xor_si512(v, sign));
                 continue;

@@ -143,9 +143,10 @@ TILE int32x4_t dot_group(int32x4_t acc, int8x16_t w, int8x16_t x, int group) /* 
 }
 
 /* n_t tokens x n_r groups of 4 rows from group group0; with int12 (wide) each token has two digits, and n_t * n_r * digits <= 8.
+ * ahead: the next panel's weights, n_ahead lines of them to ask for in every block.
  * Products add up in int32 over half a block of a K-quant, whose integer factor comes next, or a whole block of other types. */
 TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel, int group0, int64_t token, int64_t out_stride,
-                     int add, int n_t, int n_r, int wide, int32_t type)
+                     int add, int n_t, int n_r, int wide, int32_t type, const uint8_t *ahead, int64_t n_ahead)
 {
     const int digits = wide ? 2 : 1, sub_scaled_float = type == PKV_W_Q4_K || type == PKV_W_Q5_K;
     const int factors = is_super(type) && (wide || !sub_scaled_float);
@@ -163,6 +164,10 @@ TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t 
         const uint8_t *s = scales + (is_super(type) ? b / 8 : b) * scale_bytes + 8 * group0;
         const uint8_t *small = scales + b / 8 * scale_bytes + 32 + 32 * has_mins(type);
         const int ends = !wide || b % 8 == 7 || b + 1 == n_blocks;
+        for (int64_t i = 0; i < n_ahead; i++, ahead += 64)
+            pkv_prefetch(ahead, 64);
+        if (n_ahead)
+            pkv_prefetch(is_super(type) ? small + w->scale_bytes + 32 * (b % 8) : s + w->scale_bytes, 64);
         int32x4_t factor[4][2], min_factor[4][2], sum[8];
         for (int r = 0; r < n_r && is_super(type); r++)
             sub_scales(factor[r], min_factor[r], small, group0 + r, b, type);
@@ -234,30 +239,39 @@ TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t 
 TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
                       int64_t n_tokens, int64_t out_stride, int add, int32_t type)
 {
+    const int64_t n_ahead = pkv_lines_ahead(w, 1, 2 * (n_tokens / 4) + n_tokens % 4 / 2 + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
     for (int64_t p = 0; p < n_panels; p++, out += 16) {
+        const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = ahead + w->panel_bytes;
         int64_t t = 0;
         for (; t + 4 <= n_tokens; t += 4)
-            for (int g = 0; g < 4; g += 2)
-                block_tile(out + t * out_stride + 4 * g, w, x, panel0 + p, g, token0 + t, out_stride, add, 4, 2, 0, type);
+            for (int g = 0; g < 4; g += 2, ahead += step)
+                block_tile(out + t * out_stride + 4 * g, w, x, panel0 + p, g, token0 + t, out_stride, add, 4, 2, 0, type, ahead,
+                           ahead < end ? n_ahead : 0);
         if (t + 2 <= n_tokens) {
-            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 2, 4, 0, type);
-            t += 2;
+            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 2, 4, 0, type, ahead,
+                       ahead < end ? n_ahead : 0);
+            t += 2, ahead += step;
         }
         if (t < n_tokens)
-            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 1, 4, 0, type);
+            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 1, 4, 0, type, ahead,
+                       ahead < end ? n_ahead : 0);
     }
 }
 
 TILE void gemm_wide(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
                     int64_t n_tokens, int64_t out_stride, int add, int32_t type)
 {
+    const int64_t n_ahead = pkv_lines_ahead(w, 1, 2 * (n_tokens / 2) + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
     for (int64_t p = 0; p < n_panels; p++, out += 16) {
+        const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = ahead + w->panel_bytes;
         int64_t t = 0;
         for (; t + 2 <= n_tokens; t += 2)
-            for (int g = 0; g < 4; g += 2)
-                block_tile(out + t * out_stride + 4 * g, w, x, panel0 + p, g, token0 + t, out_stride, add, 2, 2, 1, type);
+            for (int g = 0; g < 4; g += 2, ahead += step)
+                block_tile(out + t * out_stride + 4 * g, w, x, panel0 + p, g, token0 + t, out_stride, add, 2, 2, 1, type, ahead,
+                           ahead < end ? n_ahead : 0);
         if (t < n_tokens)
-            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 1, 4, 1, type);
+            block_tile(out + t * out_stride, w, x, panel0 + p, 0, token0 + t, out_stride, add, 1, 4, 1, type, ahead,
+                       ahead < end ? n_ahead : 0);
     }
 }
 

@@ -104,6 +104,14 @@ static inline void pkv_prefetch(const void *p, int64_t n_bytes)
     for (int64_t i = 0; i < n_bytes; i += 64)
         __builtin_prefetch((const char *)p + i, 0, 2);
 }
+/* Of the next n_panels panels: lines of 64 bytes to ask for in each block of 32 columns of each of n_passes passes over the panels before, so
+ * that all are asked for once, or nearly. Passes over the same memory hide from the hardware that other memory follows, and a burst of
+ * requests between them would hold them up. */
+static inline int64_t pkv_lines_ahead(const pkv_weight *w, int64_t n_panels, int64_t n_passes)
+{
+    const int64_t n_places = n_passes * (w->n_cols / 32);
+    return (n_panels * w->panel_bytes / 64 + n_places - 1) / n_places;
+}
 static inline int64_t pkv_kv_element_bytes(int32_t format) { return format == PKV_KV_F32 ? 4 : format == PKV_KV_F16 ? 2 : 1; }
 static inline int64_t pkv_tile_v(int32_t format, int64_t head_dim, int64_t page_tokens)
 {
