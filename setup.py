@@ -119,8 +119,10 @@ def require_c_compiler():
 def extensions():
     """Every core/*.pyx is one extension; only core/_kernels links csrc.
 
-    What an extension depends on also goes into a source distribution: the sources of every ISA, not of this machine's.
+    What an extension depends on also goes into a source distribution: the sources of every ISA, not of this machine's,
+    and the .pxd files that are not installed.
     """
+    not_compiled = [*Path("csrc").glob("*.c"), *Path("pagedkv", "core").glob("*.pxd")]
     headers = [*Path("csrc").glob("*.h"), *Path("pagedkv", "include", "pagedkv").glob("*.h")]
     found = []
     for path in sorted(Path("pagedkv", "core").glob("*.pyx")):
@@ -130,7 +132,7 @@ def extensions():
                 f"pagedkv.core.{path.stem}",
                 [str(path), *csrc],
                 include_dirs=["csrc", str(Path("pagedkv", "include"))],
-                depends=sorted(str(path) for path in [*headers, *(Path("csrc").glob("*.c") if csrc else [])]),
+                depends=sorted(str(path) for path in [*headers, *(not_compiled if csrc else [])]),
                 define_macros=[(f"PKV_HAVE_{Path(name).stem[2:].upper()}", "1") for name in isa_flags],
                 extra_compile_args=flags,
                 extra_link_args=link_flags,

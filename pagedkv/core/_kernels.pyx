@@ -106,7 +106,9 @@ cdef void float_leave(uint64_t mode) noexcept nogil:
 
 
 cdef class ThreadPool:
-    """A pool of `n_threads` threads (None: `default_threads()`), started at the first job. BadInput names a bad count."""
+    """ThreadPool(n_threads=None)\n--\n
+    A pool of `n_threads` threads (None: `default_threads()`), started at the first job. BadInput names a bad count.
+    """
 
     def __cinit__(self, n_threads=None):
         if n_threads is None:

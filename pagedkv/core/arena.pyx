@@ -313,7 +313,8 @@ cdef class PageView:
 
 
 cdef class Arena:
-    """A pool of equal pages of raw bytes, shared by sequences.
+    """Arena(n_pages, page_bytes, *, max_pages=None, growth_pages=None, guard=False)\n--\n
+    A pool of equal pages of raw bytes, shared by sequences.
 
     n_pages      pages committed at once, 1 or more
     page_bytes   usable bytes of a page; pages lie 64-byte aligned, page_bytes rounded up to 64 apart

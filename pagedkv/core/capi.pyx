@@ -51,5 +51,6 @@ api.kv_attend = pkv_kv_attend
 api.pool_new = pkv_pool_new
 api.pool_destroy = pkv_pool_destroy
 api.kv_attend_on = pkv_kv_attend_on
+api.kv_gather = pkv_kv_gather
 
 _C_API = PyCapsule_New(&api, PKV_CAPSULE_NAME, NULL)

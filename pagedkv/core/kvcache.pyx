@@ -53,7 +53,9 @@ def tile_bytes(format, head_dim, page_tokens) -> int:
 
 
 cdef class PagedKVCache(Arena):
-    """Pages of typed K/V. n_pages pages at once, growing to max_pages (default: n_pages); memory is committed lazily.
+    """PagedKVCache(n_layers, n_kv_heads, head_dim, *, n_pages, format='f16', page_tokens=16, max_pages=None, \
+threads=None, growth_pages=None, guard=False)\n--\n
+    Pages of typed K/V. n_pages pages at once, growing to max_pages (default: n_pages); memory is committed lazily.
 
     n_layers, n_kv_heads   in [1, 2^16); head_dim in [1, 2^13)
     format                 "f32", "f16" or "int8" (one float32 scale per token and KV head, fixed when the token is written)
@@ -206,7 +208,9 @@ cdef int64_t set_tokens(pkv_seq *s, int64_t n, int64_t page_tokens) noexcept nog
 
 
 cdef class KVSequence(Sequence):
-    """The tokens of one sequence in a PagedKVCache. Made by PagedKVCache.sequence; len() is its number of tokens."""
+    """KVSequence(arena, seq_id=0, max_pages=64)\n--\n
+    The tokens of one sequence in a PagedKVCache. Made by PagedKVCache.sequence; len() is its number of tokens.
+    """
 
     def __init__(self, PagedKVCache arena not None, seq_id=0, max_pages=64):
         super().__init__(arena, seq_id, max_pages)

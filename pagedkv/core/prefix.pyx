@@ -494,7 +494,8 @@ cdef object refusal(PrefixIndex index, int64_t code, str message):
 
 @cython.no_gc_clear
 cdef class PrefixIndex:
-    """Finds the pages of earlier sequences by their tokens. One per arena; CACHED pages are evicted when the pool needs
+    """PrefixIndex(arena, page_tokens, *, seed=0)\n--\n
+    Finds the pages of earlier sequences by their tokens. One per arena; CACHED pages are evicted when the pool needs
     them.
 
     arena        the pool whose pages are indexed

@@ -460,7 +460,8 @@ cdef str flaw(Sequence seq, int64_t code):
 
 @cython.no_gc_clear
 cdef class Sequence:
-    """The page table of one sequence. Made by Arena.sequence; freed when it dies.
+    """Sequence(arena, seq_id=0, max_pages=64)\n--\n
+    The page table of one sequence. Made by Arena.sequence; freed when it dies.
 
     Methods may be called from any thread; they hold the arena's lock for a number of steps at most proportional to the
     pages named, and keep the GIL, except write_page, which copies a page without either. Without a GIL, those on one

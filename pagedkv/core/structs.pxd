@@ -168,5 +168,7 @@ cdef extern from "pagedkv/pagedkv.h" nogil:
         int64_t (*pool_destroy)(pkv_pool *) noexcept nogil
         int64_t (*kv_attend_on)(pkv_pool *, const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
                                 int64_t n_queries, const pkv_attention *, const float *q, float *out) noexcept nogil
+        int64_t (*kv_gather)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n, float *k,
+                             float *v) noexcept nogil
 
     const char *PKV_CAPSULE_NAME

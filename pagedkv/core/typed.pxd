@@ -13,3 +13,5 @@ cdef int64_t pkv_pool_new(pkv_pool **out, int64_t n_threads) noexcept nogil
 cdef int64_t pkv_pool_destroy(pkv_pool *pool) noexcept nogil
 cdef int64_t pkv_kv_attend_on(pkv_pool *pool, const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
                               int64_t n_queries, const pkv_attention *how, const float *q, float *out) noexcept nogil
+cdef int64_t pkv_kv_gather(const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n, float *k,
+                           float *v) noexcept nogil

@@ -100,6 +100,35 @@ cdef int64_t pkv_kv_write(const pkv_kv_pages *p, const uint32_t *page_table, int
     return 0
 
 
+cdef int64_t pkv_kv_gather(const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n, float *k,
+                           float *v) noexcept nogil:
+    """K and V [n, n_kv_heads, head_dim] of tokens [start, start + n) of one layer, as the format keeps them; 0, or BAD_INPUT with
+    nothing written.
+    """
+    cdef attention_view view
+    cdef int64_t width, t, h, slot, at_once
+    cdef int64_t i = 0
+    cdef uint64_t mode
+    if not is_sound(p) or not 0 <= layer < p.n_layers or not 0 <= n <= most_rows(p.n_kv_heads, p) or not 0 <= start <= most_tokens(p) - n:
+        return -PKV_BAD_INPUT
+    if n and (page_table == NULL or k == NULL or v == NULL):
+        return -PKV_BAD_INPUT
+    view = view_of(p)
+    width = p.n_kv_heads * p.head_dim
+    mode = float_enter()
+    while i < n:
+        t = start + i
+        slot = t % p.page_tokens
+        at_once = min(n - i, p.page_tokens - slot)
+        for h in range(p.n_kv_heads):
+            kern.kv_read[view.format](k + i * width + h * p.head_dim, v + i * width + h * p.head_dim,
+                                      kv_tile(&view, page_table[t // p.page_tokens], layer, h), slot, at_once, p.head_dim, p.page_tokens,
+                                      width)
+        i += at_once
+    float_leave(mode)
+    return 0
+
+
 cdef int64_t pkv_kv_attend(const pkv_kv_pages *p, const uint32_t *page_table, int64_t layer, int64_t n_tokens, int64_t n_queries,
                            const pkv_attention *how, const float *q, float *out) noexcept nogil:
     """Causal attention of the last n_queries of n_tokens tokens over their pages: out, q [n_queries, n_heads, head_dim]; 0.

@@ -122,7 +122,7 @@ class DirectoryConfig:
             scale = read.real("query_pre_attn_scalar", 1e-6, 1e6, default=256)
         caps = (0.0, 0.0)
         if "attn_logit_softcapping" in architecture.keys:
-            caps = tuple(read.softcap(key, 0.0) for key in ("attn_logit_softcapping", "final_logit_softcapping"))
+            caps = (read.softcap("attn_logit_softcapping", 0.0), read.softcap("final_logit_softcapping", 0.0))
         granite, (n_experts, n_used, shares) = self.name == "granite", self._experts()
 
         def multiplier(key: str, default: float = 1.0) -> float:

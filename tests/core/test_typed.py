@@ -121,6 +121,26 @@ def test_attention_over_own_memory_has_the_bits_of_the_cache(api, pools, kv_form
             assert same(out, expected)
 
 
+@pytest.mark.parametrize("page_tokens", [16, 256])
+@pytest.mark.parametrize("kv_format", range(3))
+def test_gather_returns_what_a_cache_returns(api, kv_format, page_tokens):
+    memory = Memory(api, kv_format, page_tokens)
+    k, v = random_kv(700)
+    where = address(memory.pages), address(memory.table), 1
+    assert api.kv_write(*where, 0, 700, address(k), address(v)) == 0
+    kv = PagedKVCache(LAYERS, KV_HEADS, DIM, n_pages=64, format=FORMATS[kv_format], page_tokens=page_tokens, threads=1)
+    seq = kv.sequence()
+    seq.extend(700)
+    seq.write_kv(1, 0, k, v)
+    expected = seq.gather(1)
+    for start, n in ((0, 700), (0, 1), (3, 2), (15, 2), (5, 16), (100, 333), (255, 258), (699, 1), (700, 0), (0, 0)):
+        got = [np.full((n + 2, KV_HEADS, DIM), 7, np.float32) for _ in range(2)]
+        inside = [address(x) + 4 * KV_HEADS * DIM for x in got]
+        assert api.kv_gather(*where, start, n, *inside) == 0
+        for found, wanted in zip(got, expected, strict=True):
+            assert same(found[1:-1], wanted[start : start + n]) and (found[[0, -1]] == 7).all()
+
+
 def test_nothing_but_the_tokens_is_written(api):
     """Other slots, other layers and the space behind pages keep their bytes."""
     memory = Memory(api, 1, 16)
@@ -180,7 +200,9 @@ def calls(api, memory, how=None, layer=1, start=0, n=20, n_tokens=20):
     assert status == 0
     alone, shared = api.kv_attend(*attend), api.kv_attend_on(pool, *attend)
     assert (alone, api.pool_destroy(pool)) == (shared, 0)
-    return api.kv_write(pages, table, layer, start, n, address(k), address(v)), alone
+    stored = api.kv_write(pages, table, layer, start, n, address(k), address(v))
+    assert api.kv_gather(pages, table, layer, start, n, address(k), address(v)) == stored
+    return stored, alone
 
 
 @pytest.mark.parametrize(("field", "value"), SHAPES + PLACES)
@@ -215,7 +237,8 @@ def test_bad_ranges_and_null(api, pools):
     write = [pages, table, 0, 0, 1, address(k), address(v)]
     attend = [pages, table, 0, 1, 1, address(how), address(q), address(q)]
     attend_on = [pools[1], *attend]
-    for function, arguments in ((api.kv_write, write), (api.kv_attend, attend), (api.kv_attend_on, attend_on)):
+    every = [(api.kv_write, write), (api.kv_gather, write), (api.kv_attend, attend), (api.kv_attend_on, attend_on)]
+    for function, arguments in every:
         for i, argument in enumerate(arguments):
             if argument > 1000:
                 missing = -Verdict.TAMPER if argument == pools[1] else BAD
@@ -229,6 +252,7 @@ def test_bad_ranges_and_null(api, pools):
     for n in (1 << 39, 1 << 62, (1 << 63) - 1, -1):  # whose arrays no memory can hold, and whose sizes overflow
         large = Pages(pages and memory.pages.storage, 1 << 40, 1, (1 << 16) - 1, (1 << 13) - 1, 256, 2)
         assert api.kv_write(address(large), table, 0, 0, n, address(k), address(v)) == BAD
+        assert api.kv_gather(address(large), table, 0, 0, n, address(k), address(v)) == BAD
         wide = Attention((1 << 16) - 1, 0, 1.0, 0.0)
         assert api.kv_attend(address(large), table, 0, n, n, address(wide), address(q), address(q)) == BAD
     for n_threads in (0, -1, 1025, 1 << 40):

@@ -1,5 +1,10 @@
 """Strangers' projects, one Cython and two plain C, built against the installed wheel; results compared with NumPy."""
 
+import os
+import subprocess
+import sys
+import sysconfig
+
 import pytest
 
 CYTHON_CHECK = """
@@ -167,6 +172,25 @@ def test_wheel_carries_what_consumers_compile_against(installed):
     assert (package / "include" / "pagedkv" / "pagedkv.h").is_file()
     for name in ("structs", "internal", "arena", "sequence", "prefix", "check", "typed"):
         assert (package / "core" / f"{name}.pxd").is_file(), name
+    assert "core/kvcache.pxd" not in {str(path.relative_to(package)) for path in package.rglob("*.pxd")}
     for name in ("arena", "sequence", "prefix", "check"):
         assert (package / "core" / f"{name}.pyi").is_file(), name
     assert not list(package.glob("core/*.c"))
+
+
+def test_every_installed_pxd_can_be_cimported(installed, tmp_path):
+    """Translated and compiled outside the checkout, with the one include directory that is documented."""
+    names = [path.stem for path in sorted((installed / "pagedkv" / "core").glob("*.pxd")) if path.stem != "__init__"]
+    assert {"arena", "sequence", "prefix", "check", "typed"} <= set(names)
+    for name in names:
+        (tmp_path / f"use_{name}.pyx").write_text(
+            f"# cython: language_level=3\ncimport pagedkv.core.{name}\nfrom pagedkv.core.{name} cimport *\n"
+        )
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    sources = [f"use_{name}.pyx" for name in names]
+    subprocess.run([sys.executable, "-m", "cython", *sources], cwd=tmp_path, env=env, check=True)
+    compiler = sysconfig.get_config_var("CC").split()
+    include = installed / "pagedkv" / "include", sysconfig.get_path("include")
+    for name in names:
+        command = [*compiler, "-fsyntax-only", "-w", *[f"-I{path}" for path in include], f"use_{name}.c"]
+        subprocess.run(command, cwd=tmp_path, check=True)

@@ -236,8 +236,9 @@ typedef struct pkv_api {
      * capacity is 0; what is no arena, and not NULL, is a violation */
     int64_t (*check)(pkv_arena *, int64_t level, pkv_violation *out, int64_t capacity);
 
-    /* Typed pages. Token t of a sequence is on page page_table[t / page_tokens]; a pkv_seq's table is page_indices. Any
-     * number of threads may call these at once, as long as none writes a token that another reads or writes. */
+    /* Typed pages. Token t of a sequence is on page page_table[t / page_tokens]; a pkv_seq's table is page_indices. What a table
+     * says is believed: nothing here knows how many pages there are. Any number of threads may call these at once, as long
+     * as none writes a token that another reads or writes. */
     int64_t (*kv_page_bytes)(const pkv_kv_pages *); /* of the shape; storage and page_stride are not looked at */
     /* K and V of tokens [start, start + n) of one layer; inf and NaN are BAD_INPUT under int8; nothing written on failure */
     int64_t (*kv_write)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n,
@@ -253,6 +254,10 @@ typedef struct pkv_api {
     /* kv_attend on the threads of a pool, with the same bits */
     int64_t (*kv_attend_on)(pkv_pool *, const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t n_tokens,
                             int64_t n_queries, const pkv_attention *, const float *q, float *out);
+    /* K and V of tokens [start, start + n) of one layer as they are kept, widened to float32: what kv_write stored, rounded to f16 or
+     * int8 if that is the format. For a consumer without paged attention */
+    int64_t (*kv_gather)(const pkv_kv_pages *, const uint32_t *page_table, int64_t layer, int64_t start, int64_t n,
+                         float *k /* [n][n_kv_heads][head_dim] */, float *v);
 } pkv_api;
 
 #define PKV_CAPSULE_MODULE "pagedkv.core.capi"
