@@ -1,6 +1,6 @@
 """What each supported architecture is made of: adding one is an entry in the table below and a test."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -125,27 +125,34 @@ class Architecture:
             shapes.update({f"blk.{i}.{name}": shape for name, shape in layer.items()})
         return shapes
 
-    def check_tensors(self, config: "ModelConfig", found: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ModelError unless `found` holds exactly this model's tensors in their shapes."""
+    def check_tensors(
+        self,
+        config: "ModelConfig",
+        found: Mapping[str, tuple[int, ...]],
+        called: Callable[[str], str] = str,
+        keys: tuple[str, str] | None = None,
+    ) -> None:
+        """Raise ModelError unless `found` holds exactly this model's tensors in their shapes.
+
+        called: what messages call a tensor; keys: what they call the numbers of layers and of experts.
+        """
+        name = config.architecture
+        layers_key, experts_key = keys or (f"{name}.block_count", f"{name}.expert_count")
         # n_layers is only a claim of the file: no table of a thousand layers is built for a file without tensors
         if config.n_layers > len(found):
-            raise ModelError(
-                f"{config.architecture}.block_count: {config.n_layers} layers in a file of {len(found)} tensors"
-            )
+            raise ModelError(f"{layers_key}: {config.n_layers} layers in a file of {len(found)} tensors")
         stacked = "blk.0.ffn_gate_exps.weight" in found
         if not stacked and config.n_experts > len(found):
-            raise ModelError(
-                f"{config.architecture}.expert_count: {config.n_experts} experts in a file of {len(found)} tensors"
-            )
+            raise ModelError(f"{experts_key}: {config.n_experts} experts in a file of {len(found)} tensors")
         wanted = self.tensor_shapes(config, stacked)
         for name, shape in wanted.items():
             if name not in found:
-                raise ModelError(f"tensor {name}: missing")
+                raise ModelError(f"tensor {called(name)}: missing")
             if found[name] != shape:
-                raise ModelError(f"tensor {name}: shape {found[name]}, the metadata asks for {shape}")
+                raise ModelError(f"tensor {called(name)}: shape {found[name]}, the metadata asks for {shape}")
         extra = [name for name in found if name not in wanted and name.split(".", 2)[-1] not in self.ignored]
         if extra:
-            raise ModelError(f"tensor {extra[0]}: not supported by the {config.architecture} architecture")
+            raise ModelError(f"tensor {called(extra[0])}: not supported by the {config.architecture} architecture")
 
 
 # the inverse frequencies some old converters wrote: position times these is what the rotation computes anyway

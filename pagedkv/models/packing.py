@@ -24,7 +24,7 @@ QUANTIZATIONS = ("q8_0",)
 
 
 class TensorSource(Protocol):
-    """Tensors under their GGUF names."""
+    """Tensors under their GGUF names; a TensorInfo has the file's own name for it."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -179,7 +179,11 @@ class Packer:
         self, name: str, offset: int, n_rows: int, n_cols: int, n_bytes: int, order: np.ndarray | None, quantise: bool
     ) -> PackedMatrix:
         """Rows of tensor `name` that lie from `offset` of its file on."""
-        kind, file, what = self.source.tensors[name].type_name, self.source.file(name), f"tensor {name}"
+        kind, file, what = (
+            self.source.tensors[name].type_name,
+            self.source.file(name),
+            f"tensor {self.source.tensors[name].name}",
+        )
         if quantise and self.quantization and kind in FLOATS and n_cols % 32 == 0:
 
             def read(start: int, stop: int) -> bytes:
@@ -198,8 +202,9 @@ class Packer:
         """A vector as float32, copied."""
         tensor = self.source.tensors[name]
         if tensor.type_name not in FLOATS:
+            supported = ", ".join(FLOATS)
             raise ModelError(
-                f"tensor {name}: type {tensor.type_name} is not supported for a vector; supported: {', '.join(FLOATS)}"
+                f"tensor {tensor.name}: type {tensor.type_name} is not supported for a vector; supported: {supported}"
             )
         self.done()
         return to_float32(self.source.data(name), tensor.type_name)

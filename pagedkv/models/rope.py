@@ -104,13 +104,13 @@ class Rope:
             return float((1 + Decimal(self.factor).ln() / Decimal(self.original_context).ln()).sqrt())
 
 
-def yarn_attention(factor: float) -> float:
-    """Factor of cosines and sines that YaRN's authors give for a scaling by `factor`."""
+def yarn_attention(factor: float, weight: float = 1.0) -> float:
+    """Factor of cosines and sines that YaRN's authors give for a scaling by `factor`; `weight` of its logarithm."""
     if factor <= 1:
         return 1.0
     with localcontext() as digits:
         digits.prec = 40
-        return float(Decimal("0.1") * Decimal(factor).ln() + 1)
+        return float(Decimal("0.1") * Decimal(weight) * Decimal(factor).ln() + 1)
 
 
 def inverse_frequencies(theta: float | Decimal, dim: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from pagedkv.models.gguf import TensorInfo
 _TYPES = {"F32": ("F32", 4), "F16": ("F16", 2), "BF16": ("BF16", 2)}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_COMPARED_BYTES = 1 << 20  # at a time
 _MAX_HEADER_BYTES = 100_000_000  # the library refuses larger ones
 
 
@@ -36,20 +37,21 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the shards its index lists. Use as a context manager or call `close`.
 
-    .tensors   dict[str, TensorInfo] by the names that `rename` gives; tensors it gives None are left out
+    .tensors   dict[str, TensorInfo] by the names that `names` gives, each with its own name; tensors it gives None are
+               left out
 
     The `safetensors` library checks each header before anything of it is believed. Raises ModelError naming file,
     tensor and what is wrong, also where the library is not installed. What others do to the files: see ModelFile.
     """
 
-    def __init__(self, directory: Path, rename: Callable[[str], str | None]):
+    def __init__(self, directory: Path, names: Callable[[str], str | None]):
         self.tensors: dict[str, TensorInfo] = {}
         self._files: list[ModelFile] = []
         self._file_of: dict[str, ModelFile] = {}
         self.n_bytes = 0
         try:
             for file in _shards(directory):
-                self._add(directory / file, rename)
+                self._add(directory / file, names)
         except BaseException:
             self.close()
             raise
@@ -68,7 +70,30 @@ class SafetensorsFiles:
     def data(self, name: str) -> bytes:
         """Bytes of tensor `name`, read. KeyError for an unknown name."""
         info = self.tensors[name]
-        return self._file_of[name].read(f"tensor {name}", info.offset, info.n_bytes)
+        return self._file_of[name].read(f"tensor {info.name}", info.offset, info.n_bytes)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes in the same shape and type."""
+        a, b = self.tensors[one], self.tensors[other]
+        if (a.shape, a.type_name) != (b.shape, b.type_name):
+            return False
+        for start in range(0, a.n_bytes, _COMPARED_BYTES):
+            n = min(_COMPARED_BYTES, a.n_bytes - start)
+            parts = [
+                self._file_of[name].read(f"tensor {info.name}", info.offset + start, n)
+                for name, info in ((one, a), (other, b))
+            ]
+            if parts[0] != parts[1]:
+                return False
+        return True
+
+    def drop(self, name: str) -> None:
+        """Leave a tensor out."""
+        del self.tensors[name], self._file_of[name]
+
+    def rename(self, name: str, to: str) -> None:
+        """Call a tensor by another name."""
+        self.tensors[to], self._file_of[to] = self.tensors.pop(name), self._file_of.pop(name)
 
     def file(self, name: str) -> ModelFile:
         """As GGUFFile.file."""
@@ -79,25 +104,25 @@ class SafetensorsFiles:
         for file in self._files:
             file.check_unchanged()
 
-    def _add(self, path: Path, rename: Callable[[str], str | None]) -> None:
+    def _add(self, path: Path, names: Callable[[str], str | None]) -> None:
         file = ModelFile(path)
         self._files.append(file)
         self.n_bytes += file.n_bytes
         header = _read_header(file)
         start = 8 + len(header)
-        for original, entry in json.loads(header).items():
-            name = None if original == "__metadata__" else rename(original)
+        for original, entry in _entries(header).items():
+            name = None if original == "__metadata__" else names(original)
             if name is None:
                 continue
             if name in self.tensors:
                 raise ModelError(f"{path}: tensor {original} appears twice")
             if entry["dtype"] not in _TYPES:
-                raise ModelError(f"{path}: tensor {original}: type {entry['dtype']}; supported: {', '.join(_TYPES)}")
+                raise ModelError(f"{path}: tensor {original}: {_foreign(entry['dtype'])}")
             first, last = entry["data_offsets"]
             if not entry["shape"] or last == first:
                 raise ModelError(f"{path}: tensor {original}: shape {entry['shape']} holds no vector or matrix")
             kind = _TYPES[entry["dtype"]][0]
-            self.tensors[name] = TensorInfo(name, tuple(entry["shape"]), kind, start + first, last - first)
+            self.tensors[name] = TensorInfo(original, tuple(entry["shape"]), kind, start + first, last - first)
             self._file_of[name] = file
 
 
@@ -107,8 +132,29 @@ def _read_header(file: ModelFile) -> bytes:
     # a length that cannot be is left for the library to refuse
     n = min(int.from_bytes(prefix, "little"), _MAX_HEADER_BYTES, file.n_bytes - len(prefix))
     header = file.read("header", len(prefix), n)
-    check_with_library(file.path, prefix + header, file.n_bytes)
+    try:
+        check_with_library(file.path, prefix + header, file.n_bytes)
+    except ModelError:
+        # the library does not say which tensor it is, and knows types that are of no use here
+        for name, entry in _entries(header).items():
+            kind = entry.get("dtype") if isinstance(entry, dict) else None
+            if name != "__metadata__" and isinstance(kind, str) and kind not in _TYPES:
+                raise ModelError(f"{file.path}: tensor {name}: {_foreign(kind)}") from None
+        raise
     return header
+
+
+def _entries(header: bytes) -> dict[str, Any]:
+    """The table of a header; empty for one that is none, which the library refuses."""
+    try:
+        table = json.loads(header)
+    except (ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _foreign(kind: str) -> str:
+    return f"type {kind}; supported: {', '.join(_TYPES)}"
 
 
 def check_with_library(path: Path, start: bytes, n_bytes: int) -> None:

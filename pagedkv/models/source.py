@@ -43,10 +43,12 @@ def open_model(path: Path) -> Iterator[OpenModel]:
     if path.is_dir():
         directory = DirectoryConfig(path)
         with SafetensorsFiles(path, directory.tensor_names) as files:
+            directory.tie(files)
             tokenizer = Tokenizer.from_directory(path)
-            shapes = {tensor.name: tensor.shape for tensor in files.tensors.values()}
+            shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
             stops = {i for i, text in tokenizer.special_texts().items() if text in END_TOKENS}
             config = directory.model(shapes, tokenizer.add_bos, stops)
+            tokenizer.check_rows(config.vocab_size)
             offset = directory.architecture.norm_offset
             kind = f"tokenizer.json, {tokenizer.vocab_size} tokens"
             yield OpenModel(

@@ -86,6 +86,7 @@ class Tokenizer:
 
     def _build(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._n_rows: int | None = None
         self.vocab_size = len(vocabulary.tokens)
         special = (vocabulary.types == CONTROL) | (vocabulary.types == UNKNOWN)
         self.special_ids = frozenset(np.flatnonzero(special).tolist())
@@ -110,7 +111,7 @@ class Tokenizer:
             ids = self._encoders[START](text)
         else:
             ids = self._encode_stretches(text) if self._encode_whole is None else self._encode_whole(text)
-        return self._with_ends(ids) if add_special_tokens else ids
+        return self._with_ends(ids, add_special_tokens)
 
     def encode_chat(self, messages: list, add_generation_prompt: bool = True, **variables) -> list[int]:
         """Token ids of a conversation after the chat template. Arguments and errors as `apply_chat_template`.
@@ -141,7 +142,24 @@ class Tokenizer:
             done, place = control.stop, control.next_place
         return ids + self._encoders[place](text[done:].replace(_BREAK, ""))
 
-    def _with_ends(self, ids: list[int]) -> list[int]:
+    def check_rows(self, n_rows: int) -> None:
+        """Say how many rows the embedding has; ModelError where tokens that begin or end a text have none.
+
+        A file may have more tokens than that, for other inputs than text: a text that holds one is a ValueError.
+        """
+        for name, i, used in (("bos", self.bos_token_id, self.add_bos), ("eos", self.eos_token_id, self.add_eos)):
+            if used and i is not None and i >= n_rows:
+                raise ModelError(f"tokenizer.json: {name}_token is id {i}, the model has {n_rows} tokens")
+        self._n_rows = n_rows if n_rows < self.vocab_size else None
+
+    def _with_ends(self, ids: list[int], add_special_tokens: bool = True) -> list[int]:
+        if self._n_rows is not None and max(ids, default=0) >= self._n_rows:
+            i = next(i for i in ids if i >= self._n_rows)
+            raise ValueError(
+                f"text: holds {self._vocabulary.tokens[i]!r}, token {i}, which the model of {self._n_rows} tokens lacks"
+            )
+        if not add_special_tokens:
+            return ids
         if self.add_bos and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         if self.add_eos and ids[-1:] != [self.eos_token_id]:

@@ -281,8 +281,8 @@ def test_bad_metadata(tmp_path, key, kind, value, says):
         ({"mlp_only_layers": [1]}, "mlp_only_layers: [1]: layers that differ are not supported"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step: 2 is not in [1, 1]"),
         ({"num_local_experts": 0}, "num_local_experts: no experts"),
-        ({"num_local_experts": None}, "num_local_experts: no experts"),
-        ({"num_experts": 7}, "tensor blk.0.ffn_gate_inp.weight: shape (6, 64), the metadata asks for (7, 64)"),
+        ({"num_local_experts": None}, "num_experts: 128 experts in a file of"),
+        ({"num_experts": 7}, "tensor model.layers.0.mlp.gate.weight: shape (6, 64), the metadata asks for (7, 64)"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is not in [1, 6]"),
     ],
 )

@@ -1,15 +1,20 @@
 """Hugging Face directories: tokenizer, end tokens and template are read; what is damaged or not computed is refused."""
 
+import contextlib
 import json
 import struct
 import sys
 
+import numpy as np
 import pytest
 import tiny_models as tiny
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from pagedkv.llm import LLM
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.errors import ModelError
+from pagedkv.models.huggingface import DirectoryConfig
 from pagedkv.models.source import open_model
 from pagedkv.models.tokenizer import Tokenizer as Ours
 
@@ -37,25 +42,33 @@ def refused(path) -> str:
     [
         ("llama", {"model_type": "mamba"}, "model_type: 'mamba' is not supported; supported: llama, "),
         ("llama", {"hidden_act": "relu"}, "hidden_act: 'relu' is not supported for llama"),
-        ("gemma2", {"hidden_activation": "silu"}, "hidden_act: 'silu' is not supported for gemma2"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation: 'silu' is not supported for gemma2"),
         ("llama", {"attention_bias": True}, "attention_bias: True is not supported"),
         ("llama", {"mlp_bias": True}, "mlp_bias: True is not supported"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: "),
         ("llama", {"num_hidden_layers": 0}, "num_hidden_layers: 0 is not in [1, 1024]"),
-        ("llama", {"num_hidden_layers": 1}, "tensor blk.1."),
-        ("llama", {"num_hidden_layers": 1000}, "1000 layers in a file of"),
-        ("llama", {"num_hidden_layers": 3}, "tensor blk.2.attn_norm.weight: missing"),
+        ("llama", {"num_hidden_layers": 1}, "tensor model.layers.1."),
+        ("llama", {"num_hidden_layers": 1000}, "num_hidden_layers: 1000 layers in a file of"),
+        ("llama", {"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight: missing"),
         ("llama", {"num_attention_heads": "4"}, "num_attention_heads: '4' is not an integer"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads 4"),
-        ("llama", {"head_dim": 16}, "attn_q.weight: shape (96, 64), the metadata asks for (64, 64)"),
+        ("llama", {"head_dim": 16}, "self_attn.q_proj.weight: shape (96, 64), the metadata asks for (64, 64)"),
         ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps: 'x' is not a number"),
         ("llama", {"eos_token_id": [2, 999]}, "eos_token_id: 999 is not in [0, 127]"),
         ("llama", {"rope_parameters": {"rope_type": "spiral"}}, "rope_type: 'spiral' is not supported; supported: "),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor: missing"),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor: 0 is not in [0.001, 1e+06]"),
         ("llama", {"rope_parameters": [1]}, "rope_parameters: not a table"),
-        ("llama-yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}},
-         "mscale: 1.0 is not supported"),
+        ("llama", {"vocab_size": 127}, "vocab_size: 127, tensor model.embed_tokens.weight has 128 rows"),
+        ("llama", {"head_dim": 17}, "head_dim: 17 is odd"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor: 3 rotated values of 16, must be even"),
+        ("llama-linear", {"partial_rotary_factor": 0.5},
+         "partial_rotary_factor: 0.5 is not supported for llama with a scaled rotation"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+         "rope_type: 'linear' is not supported; supported: default, longrope"),
+        ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "short_factor: not a list of 8 numbers"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "rope_parameters: one for each kind of layer is not"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters: must have full_attention or"),
         ("phi3-long", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
          "short_factor: not a list of 8 numbers"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: not a list of 7"),
@@ -253,3 +266,133 @@ def test_a_post_processor_of_another_kind_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     with pytest.raises(ModelError, match="only bos_token and eos_token are supported"):
         Ours.from_directory(tmp_path)
+
+
+def test_yarn_of_phi3_is_longrope(tmp_path):
+    """Its first files call longrope by that name; the factors count, as in transformers."""
+    new = config_of(tiny.directory("phi3-long", tmp_path))
+    rope = tiny.REFERENCES["phi3-long"]["config"]["rope_parameters"]
+    for name in ("yarn", "su"):
+        for key in ("rope_type", "type"):
+            old = {k: v for k, v in rope.items() if k != "rope_type"} | {key: name}
+            assert config_of(tiny.directory("phi3-long", tmp_path, rope_parameters=old)) == new
+
+
+def test_rope_scaling_counts_before_rope_parameters(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 3.0}
+    rope = config_of(tiny.directory("llama", tmp_path, rope_scaling=scaling, rope_theta=99.0)).ropes[0]
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 3.0, 99.0)
+    rope = config_of(tiny.directory("llama", tmp_path, rope_theta=99.0, factor=7.0)).ropes[0]
+    assert (rope.kind, rope.theta) == ("none", 500.0)
+
+
+def test_mscale_of_yarn(tmp_path):
+    """The factors transformers 5.24 gives for a factor of 4."""
+    rope = tiny.REFERENCES["llama-yarn"]["config"]["rope_parameters"]
+
+    def factor(**more):
+        return config_of(tiny.directory("llama-yarn", tmp_path, rope_parameters=rope | more)).ropes[0].table(64)[1]
+
+    assert factor() == factor(mscale=2.0) == factor(mscale=0.0, mscale_all_dim=1.0) == pytest.approx(1.1386294361119891)
+    assert factor(mscale=0.7, mscale_all_dim=1.0) == pytest.approx(0.9634746568860826, rel=1e-12)
+    assert factor(mscale=0.7, mscale_all_dim=1.0, attention_factor=2.0) == 2.0
+
+
+class TestTies:
+    """tie_word_embeddings, and an output head in the file: transformers looks whether the two are the same."""
+
+    @staticmethod
+    def directory(path, tied, **changes):
+        tiny.directory("llama", path, tie_word_embeddings=tied)
+        tensors = load_file(path / "model.safetensors")
+        for name, change in changes.items():
+            name = {"head": "lm_head.weight", "embedding": "model.embed_tokens.weight"}[name]
+            if change is None:
+                del tensors[name]
+            else:
+                tensors[name] = change(tensors)
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    def test_a_different_head_is_used_and_said(self, tmp_path, caplog):
+        path = self.directory(tmp_path, True)
+        assert not config_of(path).tied
+        assert "tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight" in caplog.text
+        with load(path) as tied, load(self.directory(tmp_path, False)) as untied:
+            assert np.array_equal(logits(tied), logits(untied))
+
+    def test_the_same_head_is_none(self, tmp_path, caplog):
+        path = self.directory(tmp_path, True, head=lambda tensors: tensors["model.embed_tokens.weight"].copy())
+        assert config_of(path).tied and not caplog.text
+
+    def test_a_head_alone_is_the_embedding(self, tmp_path):
+        path = self.directory(tmp_path, True, embedding=None)
+        assert config_of(path).tied
+        head = self.directory(tmp_path, True, embedding=lambda tensors: tensors["lm_head.weight"].copy())
+        with load(path) as alone, load(head) as both:
+            assert np.array_equal(logits(alone), logits(both))
+
+    def test_an_untied_head_that_is_missing(self, tmp_path):
+        assert "tensor lm_head.weight: missing" in refused(self.directory(tmp_path, False, head=None))
+
+
+def load(path):
+    return contextlib.closing(LLM(path, kv_memory="8MiB", threads=1))
+
+
+def logits(llm):
+    return llm.logits(tiny.token_ids()[:5])
+
+
+def test_tokens_without_a_row(tmp_path):
+    """Files may have tokens for other inputs than text behind those of the embedding; a text with one is refused."""
+    path = tiny.directory("llama", tmp_path)
+    table = tiny.tokenizer_json()
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    table["added_tokens"].append({"id": tiny.VOCAB, "content": "<image>", **flags})
+    (path / "tokenizer.json").write_text(json.dumps(table))
+    with open_model(path) as opened:
+        tokenizer = opened.tokenizer
+    assert tokenizer.encode("\u4e00") == [3]
+    for special in (False, True):
+        with pytest.raises(
+            ValueError, match=r"^text: holds '<image>', token 128, which the model of 128 tokens lacks$"
+        ):
+            tokenizer.encode("\u4e00<image>", add_special_tokens=False, allow_special=special)
+    table["post_processor"] = processors_of("<far>", tiny.VOCAB + 1)
+    table["added_tokens"].append({"id": tiny.VOCAB + 1, "content": "<far>", **flags, "special": True})
+    (path / "tokenizer.json").write_text(json.dumps(table))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<far>"}))
+    assert "tokenizer.json: bos_token is id 129, the model has 128 tokens" in refused(path)
+
+
+def processors_of(text, i):
+    step = {"SpecialToken": {"id": text, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing", "single": [step, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "special_tokens": {text: {"id": text, "ids": [i], "tokens": [text]}},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", sorted(tiny.REFERENCES))
+def test_every_tensor_keeps_its_name(tmp_path, case):
+    """What messages call a tensor is what its file calls it."""
+    if case.startswith("rope-"):
+        return
+    path = tiny.directory(case, tmp_path)
+    directory = DirectoryConfig(path)
+    for name in tiny.REFERENCES[case]["shapes"]:
+        assert directory.original(directory.tensor_names(name)) == name
+
+
+@pytest.mark.parametrize("kind", ["F64", "I8", "F8_E4M3", "U8", "BOOL"])
+def test_types_that_are_not_read(tmp_path, kind):
+    path = tiny.directory("llama", tmp_path) / "model.safetensors"
+    whole = path.read_bytes()
+    n = struct.unpack("<Q", whole[:8])[0]
+    table = json.loads(whole[8 : 8 + n])
+    name = next(key for key in table if key.endswith("norm.weight"))
+    table[name] |= {"dtype": kind}
+    head = json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(head)) + head + whole[8 + n :])
+    assert f"model.safetensors: tensor {name}: type {kind}; supported: F32, F16, BF16" in refused(tmp_path)
