@@ -288,6 +288,8 @@ class DirectoryConfig:
         kinds = self._kinds_of_layers(n_layers)
         if kinds is not None:
             return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+        if which == "usually":
+            return (window,) * n_layers
         if which == "max_window_layers":
             first = read.integer("max_window_layers", 0, 1 << 20, default=28)
             return tuple(window if i >= first else 0 for i in range(n_layers))

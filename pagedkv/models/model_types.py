@@ -10,8 +10,8 @@ class ModelType:
     tied, eps, theta, context, head_dim, window    of tie_word_embeddings, rms_norm_eps, rope_theta,
                    max_position_embeddings, head_dim and sliding_window; head_dim None: hidden_size by heads
     n_kv_heads     of num_key_value_heads; None: as many as heads, as everywhere where the file says null
-    windows        which layers have a window: "none", "all", or those that "layer_types" lists; without the list those
-                   from "max_window_layers" on, each but the "pattern"-th, or the "unrotated" ones
+    windows        which layers have a window: "none", "all", or those that layer_types lists; without the list
+                   "usually" all, from "max_window_layers" on, each but the "pattern"-th, or the "unrotated" ones
     switched       no layer has one unless use_sliding_window is true
     activation     the key that names the activation of the gate
     softcaps       of attn_logit_softcapping and final_logit_softcapping; None: the key is not used
@@ -47,10 +47,12 @@ _GEMMA = {
     "tied": True, "context": 8192, "head_dim": 256, "activation": "hidden_activation", "bos": 2, "eos": 1, "pad": 0,
 }  # fmt: skip
 _QWEN = {"context": 32768, "switched": True, "window": 4096}
+_MISTRAL = ModelType("llama", context=131072, n_kv_heads=8, window=4096, windows="usually", bos=1, eos=2)
 
 MODEL_TYPES: dict[str, ModelType] = {
     "llama": ModelType("llama", bos=1, eos=2),
-    "mistral": ModelType("llama", context=131072, n_kv_heads=8, window=4096, windows="all", bos=1, eos=2),
+    "mistral": _MISTRAL,
+    "ministral": _MISTRAL,
     "smollm3": ModelType("smollm3", tied=True, theta=2e6, context=32768, n_kv_heads=4, windows="unrotated",
                          switched=True, bos=128000, eos=128001, pad=128004),
     "granite": ModelType("granite", scores_scaled="attention_multiplier", bos=1, eos=2),

@@ -28,6 +28,7 @@ EXPERTS = {"num_experts_per_tok": 3, "head_dim": 16}
 CASES = {
     "llama": HEAD | {"tie_word_embeddings": True},
     "mistral": HEAD | {"tie_word_embeddings": True, "sliding_window": 24},
+    "ministral": HEAD | {"tie_word_embeddings": True, "sliding_window": 24},
     "smollm3": SWITCH | {"tie_word_embeddings": False, "no_rope_layers": [1, 0] * 3, "no_rope_layer_interval": 3},
     "granite": MULTIPLIERS | {"tie_word_embeddings": True},
     "qwen2": SWITCH | {"tie_word_embeddings": True},
@@ -42,7 +43,7 @@ CASES = {
     "gemma3_text": HEAD | CAPS | NESTED | {"tie_word_embeddings": False, "sliding_window": 24,
                                            "sliding_window_pattern": 3},
 }  # fmt: skip
-LISTED = ("smollm3", "qwen2", "qwen3", "gemma2", "gemma3_text")
+LISTED = ("mistral", "ministral", "smollm3", "qwen2", "qwen3", "gemma2", "gemma3_text")
 FOREIGN = MULTIPLIERS | CAPS | SWITCH | {
     "layer_types": KINDS, "partial_rotary_factor": 0.5, "no_rope_layers": [0] * N_LAYERS, "no_rope_layer_interval": 2,
     "sliding_window_pattern": 2, "rope_local_base_freq": 5.0, "norm_topk_prob": False,
@@ -60,7 +61,7 @@ def facts(kind: str, config) -> dict:
     rope = config.rope_parameters
     if kind in ("llama", "granite", "olmo2", "gemma"):
         windows = [0] * N_LAYERS
-    elif kind in LISTED:
+    elif kind in LISTED and config.model_type != "mistral":
         windows = [window if x == "sliding_attention" else 0 for x in config.layer_types]
         if kind == "smollm3" and not config.use_sliding_window:
             windows = [0] * N_LAYERS
@@ -108,7 +109,9 @@ def main():
         found = {}
         for label, config in variants.items():
             try:
-                made = AutoConfig.for_model(kind, **json.loads(json.dumps(config)))
+                # what AutoConfig does with a file of this kind
+                real = "ministral" if kind == "mistral" and "layer_types" in config else kind
+                made = AutoConfig.for_model(real, **json.loads(json.dumps(config)))
                 values = facts(kind, made)
             except Exception as error:
                 print(kind, label, type(error).__name__, str(error).split("\n")[0][:80])

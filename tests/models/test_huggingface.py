@@ -61,7 +61,7 @@ def refused(path) -> str:
         ("llama", {"rope_parameters": [1]}, "rope_parameters: not a table"),
         ("llama", {"vocab_size": 127}, "vocab_size: 127, tensor model.embed_tokens.weight has 128 rows"),
         ("llama", {"head_dim": 17}, "head_dim: 17 is odd"),
-        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor: 3 rotated values of 16, must be even"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.2}}, "factor: 3 rotated values of 16, must be even"),
         ("llama-linear", {"partial_rotary_factor": 0.5},
          "partial_rotary_factor: 0.5 is not supported for llama with a scaled rotation"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
