@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.sampling_state import SamplingState
 from ..models.streaming import StreamDecoder
-from .checks import INT32_MAX, check_int, check_real, refuse
+from .checks import INT32_MAX, check_int, check_real, is_text, refuse
 from .embedding import EmbeddingRequest
 from .masks import MaskWorkers, OutputMask
 from .outputs import RequestOutput
@@ -115,8 +115,8 @@ class Admission:
         """Text, token ids and salt."""
         text, ids = self.tokens_of(prompt)
         salt = prompt.get("cache_salt", "") if isinstance(prompt, Mapping) else ""
-        if not isinstance(salt, str):
-            raise refuse("cache_salt", salt, "a text")
+        if not is_text(salt):
+            raise refuse("cache_salt", salt, "a text without lone surrogates")
         return text, ids, salt
 
     def _arrival(self) -> int:

@@ -14,7 +14,18 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception:
         text = f"<{type(value).__name__}>"
+    text = " ".join(text.split())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def explained(error: BaseException) -> str:
+    """Type and text of an exception in one short printable line; never fails, whatever its class does."""
+    try:
+        text = str(error)
+    except Exception:
+        return type(error).__name__
+    text = "".join(each if each.isprintable() else "\ufffd" for each in " ".join(text.split()))
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:297] + '...'}"
 
 
 def refuse(field: str, value: Any, allowed: str) -> ValueError:
@@ -41,6 +52,11 @@ def check_real(field: str, value: Any, low: float, high: float, *, open_low: boo
     if math.isnan(number) or not low <= number <= high or (open_low and number == low):
         raise refuse(field, value, allowed)
     return number
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a str that UTF-8 can hold: without lone surrogates."""
+    return isinstance(value, str) and not any("\ud800" <= each <= "\udfff" for each in value)
 
 
 def check_bool(field: str, value: Any) -> bool:

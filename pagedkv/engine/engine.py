@@ -127,13 +127,13 @@ class LLMEngine:
         and finish_reason "abort", comes with the next step."""
         with self._in_turn(), self._lock:
             self._settle()
-            request = self._requests.get(request_id)
+            request = self._requests.get(request_id) if isinstance(request_id, str) else None
             return request is not None and self._end(request, "abort")
 
     def abort_soon(self, request_id: str) -> bool:
         """abort() that waits for nothing: carried out before the next step or settle(). False if there is no request of
         this id or its end was asked for before. A request in its last step may still end by itself."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) if isinstance(request_id, str) else None
         return request is not None and self.doom(request)
 
     def doom(self, request: Request) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import forks
+from .checks import explained
 from .delivery import Channel, Mail, notify_all
 from .engine import LLMEngine
 from .request import Request
@@ -162,7 +163,7 @@ class EngineThread:
             self._flush()
         except BaseException as error:
             logger.critical("the engine cannot go on", exc_info=True)
-            self._death = f"the engine died: {_describe(error)}"
+            self._death = f"the engine died: {explained(error)}"
         with self._state:
             self.closed = True
         refusal = self.refusal()
@@ -183,7 +184,7 @@ class EngineThread:
                 self.engine.pump()
             except BaseException as error:
                 logger.exception("a step failed; the requests in it end with an error")
-                self.engine.fail(_describe(error))
+                self.engine.fail(explained(error))
         self._flush()
         if self._when_idle and not self._open:
             waiting, self._when_idle = self._when_idle, []
@@ -212,13 +213,6 @@ class EngineThread:
         outbox, self._outbox = self._outbox, []
         if outbox:
             notify_all(outbox)
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}".split("\n")[0]
-    except Exception:  # the exception cannot say what it is
-        return type(error).__name__
 
 
 def _forget(output: Any) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Container, Iterator
 
 from .admission import QueueFull
-from .checks import check_int, refuse
+from .checks import check_int, is_text, refuse
 from .request import Request
 from .scheduler import Scheduler
 
@@ -41,8 +41,8 @@ class Intake:
             if request_id is None:
                 names = (f"request-{i}" for i in itertools.count(request.arrival))
                 request_id = next(name for name in names if not self._in_use(name))
-            elif not isinstance(request_id, str) or self._in_use(request_id):
-                raise refuse("request_id", request_id, "a text that no unfinished request has")
+            elif not is_text(request_id) or not request_id or self._in_use(request_id):
+                raise refuse("request_id", request_id, "a text, not empty, that no unfinished request has")
             if limited and self.max_waiting is not None:
                 self._refuse_crowd(self.max_waiting)
             request.request_id = request_id

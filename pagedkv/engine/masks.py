@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from . import forks
-from .checks import shown
+from .checks import explained, shown
 from .outputs import FinishReason
 from .params import LogitsMask
 from .structured import FIELD, GrammarMask
@@ -79,7 +79,7 @@ class OutputMask:
             if any(source.complete(token_ids) for source in self._sources if isinstance(source, GrammarMask)):
                 return "stop", None
         except Exception as failure:
-            return "error", f"{type(failure).__name__}: {failure}"
+            return "error", explained(failure)
         return None
 
     def ready(self, timeout: float = 0.0) -> bool:
@@ -93,7 +93,7 @@ class OutputMask:
         failure = self.future.exception()
         if failure is None:
             return self.future.result()
-        self.error = f"{type(failure).__name__}: {failure}"
+        self.error = explained(failure)
         return np.zeros(self._n_words, np.uint32)
 
     def explained(self, error: str) -> str:

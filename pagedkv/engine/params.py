@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .checks import INT32_MAX, check_bool, check_int, check_real, refuse
+from .checks import INT32_MAX, check_bool, check_int, check_real, is_text, refuse
 from .structured import StructuredOutputsParams
 
 MAX_N = 1024
@@ -127,13 +127,13 @@ class SamplingParams:
         return value
 
     def _checked_stop(self) -> tuple[str, ...]:
-        allowed = f"a non-empty text or at most {MAX_STOPS} of them"
+        allowed = f"a non-empty text without lone surrogates or at most {MAX_STOPS} of them"
         if self.stop is None:
             return ()
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(texts, Sequence) or len(texts) > MAX_STOPS:
             raise refuse("stop", self.stop, allowed)
-        if any(not isinstance(text, str) or not text for text in texts):
+        if any(not is_text(text) or not text for text in texts):
             raise refuse("stop", self.stop, allowed)
         return tuple(texts)
 

@@ -90,11 +90,13 @@ def test_ids_outside_the_vocabulary_are_refused_at_submit(engine, params):
 def test_request_ids(engine):
     first = engine.add_request("a")
     assert engine.add_request("a", request_id="mine") == "mine"
-    for taken in ("mine", first, 5):
+    for taken in ("mine", first, 5, "", "\ud800"):
         with pytest.raises(ValueError, match="request_id"):
             engine.add_request("a", request_id=taken)
     finish(engine)
     assert engine.add_request("a", request_id="mine") == "mine"
+    for nobody in (["mine"], 5, None, "else"):
+        assert not engine.abort(nobody) and not engine.abort_soon(nobody)
 
 
 def test_a_fresh_id_avoids_those_callers_chose(engine):

@@ -81,6 +81,21 @@ def broken(token_ids):
     raise RuntimeError("no idea")
 
 
+class Mute(Exception):
+    """An exception that cannot say what it is."""
+
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def mute(token_ids):
+    raise Mute
+
+
+def loud(token_ids):
+    raise ValueError("one\ntwo\0\ud800 " + "three " * 999)
+
+
 @pytest.mark.parametrize(
     "answer, message",
     [
@@ -91,6 +106,8 @@ def broken(token_ids):
         (lambda ids: np.zeros((2, 2), np.uint32), r"not uint32 \(2, 2\)"),
         (lambda ids: words([]), "^every token is banned$"),
         (lambda ids: exit(), "SystemExit"),
+        (mute, "^Mute$"),
+        (loud, "^ValueError: one two\ufffd\ufffd three three .{200,280}$"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 3])

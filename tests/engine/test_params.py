@@ -54,7 +54,7 @@ REFUSED = [
     ("top_p", [0, -0.1, 1.0001, None, *NOT_A_NUMBER]),
     ("min_p", [-0.1, 1.1, None, *NOT_A_NUMBER]),
     ("seed", [-1, 2**64, 1.0, *NOT_A_NUMBER]),
-    ("stop", ["", [""], ["a", ""], [1], 3, b"x", {"a"}, ["a"] * 257, NAN]),
+    ("stop", ["", [""], "a\ud800", ["a", "\udc00"], ["a", ""], [1], 3, b"x", {"a"}, ["a"] * 257, NAN]),
     ("stop_token_ids", [[-1], [INT32 + 1], [1.0], [True], ["a"], "12", 5, {1: 2}, NAN]),
     ("ignore_eos", [0, 1, None, "yes"]),
     ("logprobs", [-1, 1025, 1.0, *NOT_A_NUMBER]),

@@ -125,7 +125,7 @@ def test_salts_keep_tenants_apart():
         assert run_one(engine, ids, **salt).num_cached_tokens == 48
 
 
-@pytest.mark.parametrize("salt", [3, None, b"x"])
+@pytest.mark.parametrize("salt", [3, None, b"x", "\ud800", "a\udfff"])
 def test_bad_salt(salt):
     with pytest.raises(ValueError, match="cache_salt must be a text"):
         make().add_request({"prompt_token_ids": [1], "cache_salt": salt})
