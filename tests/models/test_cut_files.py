@@ -247,10 +247,16 @@ def test_no_thread_goes_on_after_a_short_read(tmp_path):
         big = [i for i, (_, n, _) in enumerate(whole.reads) if n == 64 * tiny.HIDDEN * 4]
         assert len(big) == rows // 64
         message = rf"token_embd\.weight: {rows * tiny.HIDDEN * 4} bytes at offset \d+, found \d+;"
-        cut = Reads(big[0], lambda path, n, offset: os.truncate(path, offset))
+        begun = []
+
+        def truncate(path, n, offset, begun=begun):
+            os.truncate(path, offset)
+            begun.append(len(cut.reads))
+
+        cut = Reads(big[0], truncate)
         with cut, pytest.raises(ModelError, match=message):
             load_model(path, threads=n_threads)
-        assert len(cut.reads) <= big[0] + 2 * n_threads
+        assert len(cut.reads) <= begun[0] + n_threads - 1  # every other thread has one more, and finds it short
         path.write_bytes(raw)
 
 
