@@ -70,6 +70,17 @@ class Reads:
         elif number == self.at:
             self.act(path, n, offset)
 
+    def truncating(self):
+        """Cut the file where read number `at` begins; a list that will hold how many reads had begun before."""
+        begun = []
+
+        def act(path, n, offset):
+            os.truncate(path, offset)
+            begun.append(len(self.reads))
+
+        self.act = act
+        return begun
+
 
 class Model:
     """A model on disk that can be damaged and put back."""
@@ -247,13 +258,8 @@ def test_no_thread_goes_on_after_a_short_read(tmp_path):
         big = [i for i, (_, n, _) in enumerate(whole.reads) if n == 64 * tiny.HIDDEN * 4]
         assert len(big) == rows // 64
         message = rf"token_embd\.weight: {rows * tiny.HIDDEN * 4} bytes at offset \d+, found \d+;"
-        begun = []
-
-        def truncate(path, n, offset, begun=begun):
-            os.truncate(path, offset)
-            begun.append(len(cut.reads))
-
-        cut = Reads(big[0], truncate)
+        cut = Reads(big[0])
+        begun = cut.truncating()
         with cut, pytest.raises(ModelError, match=message):
             load_model(path, threads=n_threads)
         assert len(cut.reads) <= begun[0] + n_threads - 1  # every other thread has one more, and finds it short
