@@ -59,7 +59,8 @@ def without_stderr(work: Callable[[], _Result]) -> _Result:
 
     def run() -> None:
         try:
-            if ctypes.CDLL(None).unshare(_CLONE_FILES) == 0:
+            unshare = getattr(ctypes.CDLL(None), "unshare", None)  # Linux has it
+            if unshare is not None and unshare(_CLONE_FILES) == 0:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, 2)
                 os.close(nowhere)
