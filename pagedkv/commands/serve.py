@@ -65,10 +65,12 @@ def model_name(model: str) -> str:
 
 
 def api_keys(given: Sequence[str], file: str | None, environment: str | None) -> tuple[str, ...]:
-    """All keys: options, lines of a file, words of the environment variable. ValueError for what cannot be sent."""
+    """All keys: options, lines of a file but its comments, words of the environment variable. ValueError for what
+    cannot be sent."""
     found = list(given)
     if file is not None:
-        lines = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+        lines = [line.strip() for line in Path(file).read_text().splitlines()]
+        lines = [line for line in lines if line and not line.startswith("#")]
         if not lines:
             raise ValueError(f"--api-key-file: {file} holds no key")
         found += lines

@@ -119,4 +119,5 @@ class Intake:
         n_free = 0 if n_left else self.scheduler.max_num_seqs - len(self.scheduler.running)
         if n_left + max(0, n_new + 1 - n_free) > most:
             self.n_refused += 1
-            raise QueueFull(f"{n_left + max(0, n_new - n_free)} requests are waiting; max_waiting is {most}")
+            n = n_left + max(0, n_new - n_free)
+            raise QueueFull(f"{n} requests are waiting, as many as may (max_waiting, --max-queue: {most})")

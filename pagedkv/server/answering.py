@@ -1,5 +1,6 @@
 """How a generation becomes an HTTP answer: whole, or as server-sent events."""
 
+from collections.abc import MutableMapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -95,6 +96,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the job; refusals are raised before the status line is sent. A client that leaves is no fault."""
+        if scope["http_version"] == "1.0":
+            send = at_once(send)
         with suppress(Disconnected):
             await unless_disconnected(receive, self._run(send))
 
@@ -121,6 +124,24 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             await generation.aclose()
+
+
+def at_once(send: Send) -> Send:
+    """`send` for a client to whom a body of unknown length cannot be sent: it gets all parts together at the end."""
+    start: dict[str, Any] = {}
+    parts: list[bytes] = []
+
+    async def collect(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            start.update(message)
+            return
+        parts.append(message["body"])
+        if not message["more_body"]:
+            body = b"".join(parts)
+            await send({**start, "headers": [*start["headers"], (b"content-length", b"%d" % len(body))]})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    return collect
 
 
 class Counted:

@@ -13,8 +13,9 @@ MAX_DIGITS = 40
 def parse_json(raw: bytes) -> Any:
     """The value of a request body.
 
-    Raises APIError 400 for what is not UTF-8 or not JSON, for NaN and Infinity, numbers that no float holds or of more
-    than MAX_DIGITS digits, duplicate keys, lone surrogates, NUL, and nesting deeper than MAX_DEPTH.
+    Raises APIError 400 for what is not UTF-8 or not JSON, for NaN and Infinity, numbers too large or too near zero for
+    a float, integers of more than MAX_DIGITS digits, duplicate keys, lone surrogates, NUL, and nesting deeper than
+    MAX_DEPTH.
     """
     try:
         text = raw.decode("utf-8")
@@ -55,6 +56,8 @@ def _float(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
         raise bad_request(f"body: the number {digits[:MAX_DIGITS]} is too large")
+    if value == 0 and any(digit in "123456789" for digit in digits.lower().partition("e")[0]):
+        raise bad_request(f"body: the number {digits[:MAX_DIGITS]} is too near zero")
     return value
 
 

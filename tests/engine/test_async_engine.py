@@ -165,7 +165,7 @@ def test_a_full_queue_is_refused_at_once():
         streams = [await engine.submit("abc", sampled())]
         await gate.begins()
         streams += [await engine.submit("abc", sampled()) for _ in range(3)]  # one slot is free
-        with pytest.raises(QueueFull, match=r"2 requests are waiting; max_waiting is 2"):
+        with pytest.raises(QueueFull, match=r"2 requests are waiting, as many as may \(max_waiting, --max-queue: 2\)"):
             await engine.submit("abc", sampled())
         assert llm_engine.stats()["waiting"] == 3
         gate.lift()

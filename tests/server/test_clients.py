@@ -107,6 +107,20 @@ def test_leaving_before_the_queue_moves(real):
     assert stats["requests_abort"] == aborted + 100 and stats["pages_in_use"] == 0
 
 
+def test_a_client_of_http_1_0_gets_a_stream_it_can_read(real):
+    """It knows no chunks: the body is what a client of HTTP/1.1 reads, its length known."""
+    body = {"prompt": "A page", "max_tokens": 9, "seed": 3, "stream": True, "stream_options": {"include_usage": True}}
+    with connect(real) as connection:
+        connection.sendall(raw_request(COMPLETIONS, body).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        answer = receive_all(connection)
+    head, _, found = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower() and b"content-length: %d\r\n" % len(found) in head.lower() + b"\r\n"
+    events = [json.loads(line[6:]) for line in found.decode().splitlines() if line.startswith("data: {")]
+    assert found.endswith(b"data: [DONE]\n\n") and events[-1]["usage"]["completion_tokens"] == 9
+    expected = real.post(COMPLETIONS, {**body, "stream": False, "stream_options": None}).json()["choices"][0]["text"]
+    assert "".join(choice["text"] for event in events for choice in event["choices"]) == expected
+
+
 def test_the_official_client_stops_a_stream(real):
     real.wait_idle()
     stream = real.client().completions.create(

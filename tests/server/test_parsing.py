@@ -46,6 +46,8 @@ def test_json_is_what_the_standard_library_reads(raw):
         (b'{"a": [Infinity]}', "Infinity"),
         (b"-Infinity", "-Infinity"),
         (b"1e309", "too large"),
+        (b"1e-400", "too near zero"),
+        (b"-0.5E-999", "too near zero"),
         (b"-1e400", "too large"),
         (b"9" * (MAX_DIGITS + 1), "41 digits"),
         (b"1" * 100_000, "100000 digits"),

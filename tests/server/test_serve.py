@@ -100,6 +100,9 @@ def test_what_is_a_key(tmp_path):
     empty = tmp_path / "empty"
     empty.write_text("\n \n")
     assert api_keys(["a", "b"], None, "b  c\n") == ("a", "b", "c") and api_keys([], None, None) == ()
+    kept = tmp_path / "keys"
+    kept.write_text("# old\n#gone\n  k1  \n\n # k2\nk3#\n")
+    assert api_keys([], str(kept), None) == ("k1", "k3#")
     for given in ([""], ["a b"], ["ä"], ["a\n"]):
         with pytest.raises(ValueError, match="API key"):
             api_keys(given, None, None)
