@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.core.arguments import MAX_SOFTCAP, MIN_SOFTCAP
 from pagedkv.models.errors import ModelError
 from pagedkv.models.gguf import StringArray
 
@@ -58,6 +57,8 @@ class Metadata:
 
     def softcap(self, key: str, default: float) -> float:
         """Soft cap, 0 for none, in the range that float32 computes accurately (docs/numerics.md)."""
+        from pagedkv.core.arguments import MAX_SOFTCAP, MIN_SOFTCAP  # the readers of files need nothing built
+
         value = self.real(key, 0.0, MAX_SOFTCAP, default=default)
         if 0 < value < MIN_SOFTCAP:
             raise ModelError(f"{key}: {value:g} is not 0 and is below {MIN_SOFTCAP:g}")
