@@ -107,7 +107,7 @@ cdef int64_t close_and_unlock(pkv_arena *a) noexcept nogil:
         if not (constants_hold(a) and sizes_hold(a) and tallies_hold(a)):
             unlock(a)
             return pkv_blame_arena(a)
-        a.fault_page = -1
+        atomic_store_i64(&a.fault_page, -1, RELAXED)
         atomic_store_u32(&a.fault, PKV_FAULT_CLOSED, RELAXED)
         if a.n_copies:
             unlock(a)
@@ -278,15 +278,20 @@ cdef tuple FAULTS = (
 
 
 cdef object error(int64_t code, pkv_arena *a, str message):
-    """The exception for a negated verdict; TAMPER says what the arena knows instead of `message`."""
+    """The exception for a negated verdict; TAMPER says what the arena knows instead of `message`. Takes no lock, which may be
+    overwritten."""
+    cdef uint32_t fault
+    cdef int64_t page
     if code == -PKV_TAMPER:
+        fault = PKV_FAULT_NONE if a == NULL else atomic_load_u32(&a.fault, RELAXED)
+        page = -1 if a == NULL else atomic_load_i64(&a.fault_page, RELAXED)
         if a == NULL:
             message = "arena is not open"
-        elif not a.fault:
+        elif fault == PKV_FAULT_NONE:
             message = "a struct is overwritten or was never initialised"
         else:
-            where = f" at page {a.fault_page}" if a.fault_page >= 0 else ""
-            message = f"{FAULTS[a.fault]}{where}" if a.fault < len(FAULTS) else "arena struct overwritten"
+            where = f" at page {page}" if page >= 0 else ""
+            message = f"{FAULTS[fault]}{where}" if fault < len(FAULTS) else "arena struct overwritten"
     return ERRORS[Verdict(-code)](message)
 
 

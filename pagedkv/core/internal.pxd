@@ -85,6 +85,9 @@ cdef extern from *:
     int32_t atomic_load "__atomic_load_n"(int32_t *p, int order) noexcept nogil
     void atomic_store "__atomic_store_n"(int32_t *p, int32_t value, int order) noexcept nogil
     void atomic_store_u32 "__atomic_store_n"(uint32_t *p, uint32_t value, int order) noexcept nogil
+    uint32_t atomic_load_u32 "__atomic_load_n"(uint32_t *p, int order) noexcept nogil
+    void atomic_store_i64 "__atomic_store_n"(int64_t *p, int64_t value, int order) noexcept nogil
+    int64_t atomic_load_i64 "__atomic_load_n"(int64_t *p, int order) noexcept nogil
     const int ACQUIRE "__ATOMIC_ACQUIRE"
     const int RELEASE "__ATOMIC_RELEASE"
     const int RELAXED "__ATOMIC_RELAXED"
@@ -106,7 +109,7 @@ cdef inline void unlock(pkv_arena *a) noexcept nogil:
 cdef inline int64_t poison(pkv_arena *a, uint32_t fault, int64_t page) noexcept nogil:
     """Refuse every later call, keeping the first reason; returns -TAMPER. The lock is held."""
     if a.fault == PKV_FAULT_NONE:
-        a.fault_page = page
+        atomic_store_i64(&a.fault_page, page, RELAXED)
         atomic_store_u32(&a.fault, fault, RELAXED)
     return -PKV_TAMPER
 
