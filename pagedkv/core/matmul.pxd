@@ -3,6 +3,7 @@
 from libc.stdint cimport int64_t
 
 from pagedkv.core._kernels cimport *
+from pagedkv.core.memory cimport Slab
 
 # Activations of one operation, in memory that grows and is reused.
 cdef struct act_buffer:
@@ -27,5 +28,5 @@ cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n
 
 cdef class PackedMatrix:
     cdef pkv_weight w
-    cdef void *memory
+    cdef Slab slab         # the data and scales of w lie in it
     cdef size_t n_bytes

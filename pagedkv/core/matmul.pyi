@@ -1,6 +1,7 @@
 from typing import Any
 
 from pagedkv.core._kernels import ThreadPool
+from pagedkv.core.memory import WeightMemory
 
 WEIGHT_TYPES: tuple[str, ...]
 PANEL_LAYOUT: dict[str, tuple[int, int, int]]
@@ -14,6 +15,7 @@ class PackedMatrix:
         n_rows: int,
         n_cols: int,
         row_order: Any = None,
+        memory: WeightMemory | None = None,
     ) -> PackedMatrix: ...
     @staticmethod
     def read(
@@ -24,6 +26,7 @@ class PackedMatrix:
         n_rows: int,
         n_cols: int,
         row_order: Any = None,
+        memory: WeightMemory | None = None,
     ) -> PackedMatrix: ...
     @property
     def shape(self) -> tuple[int, int]: ...

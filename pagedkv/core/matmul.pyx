@@ -12,7 +12,7 @@ from libc.string cimport memcpy, memset
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.files cimport read_at
-from pagedkv.core.memory cimport pkv_alloc, pkv_map, pkv_release, pkv_unmap
+from pagedkv.core.memory cimport Slab, WeightMemory, pkv_alloc, pkv_release
 from pagedkv.core.quants cimport pack_row
 
 cdef extern from *:
@@ -289,7 +289,7 @@ cdef PackedMatrix empty_matrix(pack_job *job, str type_name, int64_t n_rows, int
     return m
 
 
-cdef int pack_rows(PackedMatrix m, pack_job *job, ThreadPool pool, row_order) except -1:
+cdef int pack_rows(PackedMatrix m, pack_job *job, ThreadPool pool, row_order, WeightMemory memory) except -1:
     """Take the matrix's memory and fill it, from job.source or else from the file."""
     cdef Py_buffer order
     cdef int64_t i, first, status
@@ -306,10 +306,8 @@ cdef int pack_rows(PackedMatrix m, pack_job *job, ThreadPool pool, row_order) ex
                 if not 0 <= job.row_order[i] < n_rows:
                     raise ValueError(f"row_order: {job.row_order[i]} at {i} is outside [0, {n_rows})")
         m.n_bytes = pkv_round_up(m.w.n_panels * m.w.panel_bytes, 64) + m.w.n_panels * m.w.scale_bytes
-        m.memory = pkv_map(m.n_bytes, True)
-        if m.memory == NULL:
-            raise MemoryError(f"the system refused {m.n_bytes} bytes for a weight matrix ({n_rows}, {m.w.n_cols})")
-        job.data = <uint8_t *>m.memory
+        m.slab = Slab(m.n_bytes) if memory is None else memory.room(m.n_bytes)
+        job.data = <uint8_t *>m.slab.take(m.n_bytes)
         job.scales = job.data + pkv_round_up(m.w.n_panels * m.w.panel_bytes, 64)
         m.w.data = job.data
         m.w.scales = job.scales if m.w.scale_bytes else NULL
@@ -338,16 +336,14 @@ cdef class PackedMatrix:
 
     def __cinit__(self):
         memset(&self.w, 0, sizeof(pkv_weight))
-        self.memory = NULL
-
-    def __dealloc__(self):
-        pkv_unmap(self.memory, self.n_bytes)
 
     @staticmethod
-    def pack(ThreadPool pool not None, str type_name, source, int64_t n_rows, int64_t n_cols, row_order=None):
+    def pack(ThreadPool pool not None, str type_name, source, int64_t n_rows, int64_t n_cols, row_order=None,
+             WeightMemory memory=None):
         """Pack the rows of `source`, a contiguous buffer in the file layout of `type_name` (WEIGHT_TYPES), by the pool's threads.
 
-        row_order: int64 buffer [n_rows]; row i of the result is row row_order[i] of the source. Raises ValueError for a type that
+        row_order: int64 buffer [n_rows]; row i of the result is row row_order[i] of the source. memory: where the model's matrices
+        lie, None: this one alone in memory of its own. Raises ValueError for a type that
         cannot be packed and for sizes that do not fit each other, MemoryError when the system refuses. Releases the GIL.
         """
         cdef Py_buffer data
@@ -358,13 +354,14 @@ cdef class PackedMatrix:
             if data.len != n_rows * job.row_bytes:
                 raise ValueError(f"weight bytes: {data.len}, a {type_name} matrix ({n_rows}, {n_cols}) has {n_rows * job.row_bytes}")
             job.source = <const uint8_t *>data.buf
-            pack_rows(m, &job, pool, row_order)
+            pack_rows(m, &job, pool, row_order, memory)
         finally:
             PyBuffer_Release(&data)
         return m
 
     @staticmethod
-    def read(ThreadPool pool not None, str type_name, int fd, int64_t offset, int64_t n_rows, int64_t n_cols, row_order=None):
+    def read(ThreadPool pool not None, str type_name, int fd, int64_t offset, int64_t n_rows, int64_t n_cols, row_order=None,
+             WeightMemory memory=None):
         """As `pack`, of rows that lie from `offset` on in an open file: each thread reads what it packs, a few hundred KiB at a
         time. Raises EOFError(position of the end) where the file ends before the last row, and OSError.
         """
@@ -373,7 +370,7 @@ cdef class PackedMatrix:
         if offset < 0:
             raise ValueError(f"offset: {offset} is negative")
         job.fd, job.offset = fd, offset
-        pack_rows(m, &job, pool, row_order)
+        pack_rows(m, &job, pool, row_order, memory)
         if job.refusal:
             raise OSError(job.refusal, os.strerror(job.refusal))
         if job.end >= 0:

@@ -14,3 +14,15 @@ cdef void pkv_unmap(void *base, size_t n_bytes) noexcept nogil
 cdef int pkv_commit(void *base, size_t start, size_t stop) noexcept nogil
 cdef int64_t pkv_drop(void *base, size_t start, size_t stop) noexcept nogil
 cdef void pkv_set_requests_left(int64_t n) noexcept nogil
+
+
+cdef class Slab:
+    cdef char *memory
+    cdef size_t n_bytes
+    cdef size_t used
+    cdef char *take(self, size_t n_bytes)
+
+
+cdef class WeightMemory:
+    cdef Slab slab
+    cdef Slab room(self, size_t n_bytes)

@@ -28,6 +28,7 @@ cdef extern from *:
     const int RELAXED "__ATOMIC_RELAXED"
 
 cdef size_t HUGE_PAGE = 2 << 20
+cdef size_t SLAB = 16 << 20
 cdef int64_t pkv_requests_left = -1
 
 
@@ -119,3 +120,36 @@ cdef int64_t resident(char *base, size_t n_bytes, size_t os_page) noexcept nogil
             n += vec[k] & 1
         at += step
     return n * <int64_t>os_page
+
+
+cdef class Slab:
+    """A mapping whose first `used` bytes are given away, unmapped when the last who holds it dies."""
+
+    def __cinit__(self, size_t n_bytes):
+        self.memory = <char *>pkv_map(n_bytes, True)
+        self.n_bytes = n_bytes
+        self.used = 0
+        if self.memory == NULL:
+            raise MemoryError(f"the system refused {n_bytes} bytes for weights")
+
+    def __dealloc__(self):
+        pkv_unmap(self.memory, self.n_bytes)
+
+    cdef char *take(self, size_t n_bytes):
+        """The next n_bytes, from a multiple of 64 on; there must be as many."""
+        cdef char *p = self.memory + self.used
+        self.used += (n_bytes + 63) & ~<size_t>63
+        return p
+
+
+cdef class WeightMemory:
+    """Where the matrices of one model lie: side by side in slabs of 16 MiB, so that matrices of a few hundred KiB are on huge pages,
+    too. One thread at a time."""
+
+    cdef Slab room(self, size_t n_bytes):
+        """A slab with n_bytes left; one of its own for what is too big to share. MemoryError."""
+        if n_bytes > SLAB // 4:
+            return Slab(n_bytes)
+        if self.slab is None or self.slab.n_bytes - self.slab.used < ((n_bytes + 63) & ~<size_t>63):
+            self.slab = Slab(SLAB)
+        return self.slab

@@ -12,6 +12,7 @@ from pagedkv.core._kernels import ThreadPool
 from pagedkv.core.forward import ForwardModel
 from pagedkv.core.layer import Layer
 from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
+from pagedkv.core.memory import WeightMemory
 from pagedkv.models.architectures import ARCHITECTURES
 from pagedkv.models.config import ModelConfig
 from pagedkv.models.errors import ModelError
@@ -62,6 +63,7 @@ class Packer:
     ):
         self.source, self.config, self.pool, self.done = source, config, pool, done
         self.architecture = ARCHITECTURES[config.architecture]
+        self.memory = WeightMemory()
         self.norm_offset, self.quantization = norm_offset, quantization
         self.orders: dict[int, np.ndarray | None] = {
             n: half_split_order(n, config.head_dim, config.rope_dim) if adjacent_pairs else None
@@ -190,9 +192,9 @@ class Packer:
                 return file.read(what, offset + start, stop - start)
 
             blocks = to_q8_0(read, n_bytes, kind, n_cols)
-            return PackedMatrix.pack(self.pool, "Q8_0", blocks, n_rows, n_cols, order)
+            return PackedMatrix.pack(self.pool, "Q8_0", blocks, n_rows, n_cols, order, self.memory)
         with file.reading(what, offset, n_bytes):
-            return PackedMatrix.read(self.pool, kind, file.fileno(), offset, n_rows, n_cols, order)
+            return PackedMatrix.read(self.pool, kind, file.fileno(), offset, n_rows, n_cols, order, self.memory)
 
     def norm(self, name: str) -> np.ndarray:
         """Weights of a norm, float32."""

@@ -12,6 +12,7 @@ from pagedkv.core._kernels import ThreadPool
 from pagedkv.core._testing_threads import multiply
 from pagedkv.core.files import read_bytes
 from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
+from pagedkv.core.memory import WeightMemory
 
 FLOATS = ("F32", "F16", "BF16")
 BLOCKED = tuple(name for name in WEIGHT_TYPES if name not in FLOATS)
@@ -126,6 +127,41 @@ def test_the_source_is_copied_and_may_be_read_only(pool):
     other = PackedMatrix.pack(pool, "Q8_0", raw, 16, 32)
     raw[:] = bytes(len(raw))
     assert rows_of(other).tobytes() == expected.tobytes()
+
+
+def mapped_bytes():
+    """Bytes of address space of this process."""
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_matrices_that_share_memory_hold_what_they_hold_alone(pool):
+    """Small ones, one of a size of its own, and more than a slab of them; the rest keeps its rows when others die."""
+    memory = WeightMemory()
+    shapes = [(100 + i, 512) for i in range(1000)] + [(10_000, 512)] + [(17, 512)] * 3
+    rows = [random_file("Q8_0", *shape, seed=i % 7) for i, shape in enumerate(shapes)]
+    matrices = [
+        PackedMatrix.pack(pool, "Q8_0", raw, *shape, memory=memory) for raw, shape in zip(rows, shapes, strict=True)
+    ]
+    assert sum(m.nbytes for m in matrices) > 3 * (16 << 20)
+    del memory, matrices[::2], rows[::2], shapes[::2]
+    for matrix, raw, shape in zip(matrices, rows, shapes, strict=True):
+        assert rows_of(matrix).tobytes() == rows_of(PackedMatrix.pack(pool, "Q8_0", raw, *shape)).tobytes()
+
+
+def test_shared_memory_is_released_with_the_last_matrix(pool):
+    raw = random_file("Q8_0", 1000, 512)
+    grown = []
+    for _ in range(20):
+        before, memory = mapped_bytes(), WeightMemory()
+        matrices = [PackedMatrix.pack(pool, "Q8_0", raw, 1000, 512, memory=memory) for _ in range(100)]
+        assert mapped_bytes() - before >= sum(m.nbytes for m in matrices)
+        last = matrices[-1]
+        del memory, matrices
+        assert mapped_bytes() - before < 3 * (16 << 20)
+        del last
+        grown.append(mapped_bytes() - before)
+    assert sum(grown) < 2 * (16 << 20)
 
 
 def test_nbytes_is_what_the_types_take(pool):
