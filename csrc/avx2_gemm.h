@@ -46,8 +46,9 @@ TILE void float_tile(float *out, const pkv_weight *w, const float *x, int64_t x_
 }
 
 TILE void gemm_float(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                     int64_t n_tokens, int64_t out_stride, int add, int32_t type)
+                     int64_t n_tokens, int64_t out_stride, int add, int64_t n_next, int32_t type)
 {
+    (void)n_next; /* hardware follows one panel by itself */
     const float *a = x->x + token0 * x->x_stride;
     int64_t n_quads = n_tokens / 4 * 4, step;
     for (int64_t p = 0; p < n_panels; p++)
@@ -254,11 +255,12 @@ TILE void block_tile(float *out, const pkv_weight *w, const pkv_act *x, int64_t 
 }
 
 TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                      int64_t n_tokens, int64_t out_stride, int add, int32_t type)
+                      int64_t n_tokens, int64_t out_stride, int add, int64_t n_next, int32_t type)
 {
     const int64_t n_ahead = pkv_lines_ahead(w, 1, 2 * (n_tokens / 4) + n_tokens % 4 / 2 + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
     for (int64_t p = 0; p < n_panels; p++, out += 16) {
-        const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = ahead + w->panel_bytes;
+        const int more = p + 1 < n_panels + n_next;
+        const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = more ? ahead + w->panel_bytes : ahead;
         int64_t t = 0;
         for (; t + 4 <= n_tokens; t += 4)
             for (int h = 0; h < 2; h++, ahead += step)
@@ -276,11 +278,12 @@ TILE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t
 }
 
 TILE void gemm_wide(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                    int64_t n_tokens, int64_t out_stride, int add, int32_t type)
+                    int64_t n_tokens, int64_t out_stride, int add, int64_t n_next, int32_t type)
 {
     const int64_t n_ahead = pkv_lines_ahead(w, 1, 2 * (n_tokens / 2) + n_tokens % 2), step = 2 * w->n_cols * n_ahead;
     for (int64_t p = 0; p < n_panels; p++, out += 16) {
-        const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = ahead + w->panel_bytes;
+        const int more = p + 1 < n_panels + n_next;
+        const uint8_t *ahead = w->data + (panel0 + p + 1) * w->panel_bytes, *end = more ? ahead + w->panel_bytes : ahead;
         int64_t t = 0;
         for (; t + 2 <= n_tokens; t += 2)
             for (int h = 0; h < 2; h++, ahead += step)
@@ -294,9 +297,9 @@ TILE void gemm_wide(float *out, const pkv_weight *w, const pkv_act *x, int64_t p
 
 #define GEMM(name, kind, type)                                                                                                      \
     static void gemm_##name(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,           \
-                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                        \
+                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)        \
     {                                                                                                                               \
-        gemm_##kind(out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, type);                                          \
+        gemm_##kind(out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, n_next, type);                                  \
     }
 #define GEMM_BLOCKS(name, type) GEMM(name, blocks, type) GEMM(wide_##name, wide, type)
 GEMM(f32, float, PKV_W_F32)

@@ -87,12 +87,12 @@ INLINE void block_tile(const int type, const int P, const int T, float *restrict
         }
 }
 
-/* P panels for all tokens, in tiles of nearly equal size, while the next P are fetched. */
+/* P panels for all tokens, in tiles of nearly equal size, while the next P are fetched if there are more. */
 INLINE void block_panels(const int type, const int P, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x,
-                         int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                         int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int more)
 {
     const int64_t n_tiles = (n_tokens + TILE_TOKENS - 1) / TILE_TOKENS, n_blocks = w->n_cols / 32;
-    const int64_t n_ahead = pkv_lines_ahead(w, P, n_tiles);
+    const int64_t n_ahead = more ? pkv_lines_ahead(w, P, n_tiles) : 0;
     const uint8_t *ahead = w->data + (panel + P) * w->panel_bytes, *end = ahead + P * w->panel_bytes;
     for (int64_t t = 0, n, tile = 0; tile < n_tiles; tile++, t += n, ahead += 64 * n_ahead * n_blocks) {
         float *o = out + t * out_stride;
@@ -111,20 +111,20 @@ INLINE void block_panels(const int type, const int P, float *restrict out, const
 
 /* Pairs of panels */
 INLINE void gemm_blocks(const int type, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
-                        int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                        int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
     int64_t p = 0;
     for (; p + 2 <= n_panels; p += 2)
-        block_panels(type, 2, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add);
+        block_panels(type, 2, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add, p + 2 < n_panels + n_next);
     if (p < n_panels)
-        block_panels(type, 1, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add);
+        block_panels(type, 1, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add, n_next > 0);
 }
 
 #define GEMM_BLOCKS(name, type)                                                                                                    \
     static void name(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,                 \
-                     int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                              \
+                     int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)              \
     {                                                                                                                              \
-        gemm_blocks(type, out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add);                                         \
+        gemm_blocks(type, out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, n_next);                                 \
     }
 GEMM_BLOCKS(gemm_q4_0, PKV_W_Q4_0)
 GEMM_BLOCKS(gemm_q4_1, PKV_W_Q4_1)

@@ -169,10 +169,10 @@ INLINE void quant_tile(const int type, const int wide, const int P, const int T,
 
 /* P panels for all tokens, as many at a time as registers hold. */
 INLINE void quant_panels(const int type, const int wide, const int P, float *restrict out, const pkv_weight *restrict w,
-                         const pkv_act *restrict x, int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                         const pkv_act *restrict x, int64_t panel, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int more)
 {
     const int most = !wide && !HAS_HALVES(type) ? 6 : IS_SUPER(type) && wide ? 2 : 3;
-    const int64_t n_blocks = w->n_cols / 32, n_ahead = pkv_lines_ahead(w, P, (n_tokens + most - 1) / most);
+    const int64_t n_blocks = w->n_cols / 32, n_ahead = more ? pkv_lines_ahead(w, P, (n_tokens + most - 1) / most) : 0;
     const uint8_t *ahead = w->data + (panel + P) * w->panel_bytes, *end = ahead + P * w->panel_bytes;
     for (int64_t t = 0; t < n_tokens; ahead += 64 * n_ahead * n_blocks) {
         int64_t n = n_tokens - t < most ? n_tokens - t : most, lines = ahead < end ? n_ahead : 0;
@@ -192,20 +192,20 @@ INLINE void quant_panels(const int type, const int wide, const int P, float *res
 }
 
 INLINE void quant_gemm(const int type, const int wide, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x,
-                       int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                       int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
     int64_t p = 0;
     for (; p + 2 <= n_panels; p += 2)
-        quant_panels(type, wide, 2, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add);
+        quant_panels(type, wide, 2, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add, p + 2 < n_panels + n_next);
     if (p < n_panels)
-        quant_panels(type, wide, 1, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add);
+        quant_panels(type, wide, 1, out + 16 * p, w, x, panel0 + p, token0, n_tokens, out_stride, add, n_next > 0);
 }
 
 #define QUANT_GEMM(name, type, wide)                                                                                                \
     static void name(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,                 \
-                     int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                              \
+                     int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)              \
     {                                                                                                                              \
-        quant_gemm(type, wide, out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add);                                    \
+        quant_gemm(type, wide, out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, n_next);                            \
     }
 QUANT_GEMM(gemm_q5_0, PKV_W_Q5_0, 0)
 QUANT_GEMM(gemm_q5_1, PKV_W_Q5_1, 0)

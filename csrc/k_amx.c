@@ -36,27 +36,28 @@ typedef struct workspace {
 
 /* Types without tiles, and too few tokens for them */
 static void gemm_vnni(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0, int64_t n_panels,
-                      int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                      int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
-    pkv_kernels_vnni.gemm[w->type](out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add);
+    pkv_kernels_vnni.gemm[w->type](out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, n_next);
 }
 
 static void gemm_wide_vnni(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
-                           int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                           int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
-    pkv_kernels_vnni.gemm_wide[w->type](out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add);
+    pkv_kernels_vnni.gemm_wide[w->type](out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, n_next);
 }
 
-/* Blocks [block, block + n) of a panel as signed bytes, 8 lines of 4 columns each */
-INLINE void unpack_weights(int8_t (*b)[8 * 64], const pkv_weight *w, int64_t panel, int64_t block, int64_t n, int32_t type)
+/* Blocks [block, block + n) of a panel as signed bytes, 8 lines of 4 columns each, while as many lines from `next` on are fetched */
+INLINE void unpack_weights(int8_t (*b)[8 * 64], const pkv_weight *w, int64_t panel, int64_t block, int64_t n, const uint8_t *next,
+                           int32_t type)
 {
     const int n_lines = type == PKV_W_Q8_0 ? 8 : 4;
     const uint8_t *line = w->data + panel * w->panel_bytes + block * n_lines * 64;
     const __m512i nibble = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8), sign = _mm512_set1_epi8(-128);
     for (int64_t i = 0; i < n; i++)
-        for (int j = 0; j < n_lines; j++, line += 64) {
+        for (int j = 0; j < n_lines; j++, line += 64, next += 64) {
             __m512i v = _mm512_load_si512(line), high;
-            pkv_prefetch(line + n * n_lines * 64, 64); /* the next chunk, of this panel or another */
+            pkv_prefetch(next, 64);
             if (type == PKV_W_Q8_0) {
                 _mm512_store_si512(b[i] + 64 * j, _mm512_xor_si512(v, sign));
                 continue;
@@ -113,16 +114,19 @@ INLINE void block_tile(workspace *s, float (*acc)[16], int8_t (*b)[8 * 64], cons
         _mm512_store_ps(acc[t], sum[t]);
 }
 
-/* Up to PANELS panels x TILES tiles of tokens */
+/* Up to PANELS panels x TILES tiles of tokens, while weights are fetched: the next chunk of a panel or, if there are more, its successor */
 INLINE void group_tile(workspace *s, float *out, const pkv_weight *w, const pkv_act *x, int64_t panel, int64_t n_p, int64_t token,
-                       int64_t n_t, int64_t out_stride, int add, int32_t type)
+                       int64_t n_t, int64_t out_stride, int add, int more, int32_t type)
 {
-    const int64_t n_blocks = w->n_cols / 32, scale_bytes = type == PKV_W_Q4_1 ? 64 : 32;
+    const int64_t n_blocks = w->n_cols / 32, scale_bytes = type == PKV_W_Q4_1 ? 64 : 32, block_bytes = w->panel_bytes / n_blocks;
     memset(s->acc, 0, sizeof s->acc);
     for (int64_t block = 0; block < n_blocks; block += CHUNK) {
         int64_t n = n_blocks - block < CHUNK ? n_blocks - block : CHUNK;
-        for (int64_t p = 0; p < n_p; p++)
-            unpack_weights(s->b[p], w, panel + p, block, n, type);
+        for (int64_t p = 0; p < n_p; p++) {
+            const uint8_t *data = w->data + (panel + p) * w->panel_bytes;
+            unpack_weights(s->b[p], w, panel + p, block, n,
+                           block + n < n_blocks ? data + (block + n) * block_bytes : more ? data + n_p * w->panel_bytes : data, type);
+        }
         for (int64_t t = 0; t < n_t; t += 16) {
             pack_activations(s, x, token + t, n_t - t < 16 ? n_t - t : 16, block, n);
             for (int64_t p = 0; p < n_p; p++)
@@ -139,7 +143,7 @@ INLINE void group_tile(workspace *s, float *out, const pkv_weight *w, const pkv_
 
 /* Whole tiles, and a last one that is nearly full; the tokens left over go to VNNI. */
 INLINE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                        int64_t n_tokens, int64_t out_stride, int add, int32_t type)
+                        int64_t n_tokens, int64_t out_stride, int add, int64_t n_next, int32_t type)
 {
     const int64_t n_tiled = n_tokens % 16 < FEW_TOKENS ? n_tokens - n_tokens % 16 : n_tokens, n_left = n_tokens - n_tiled;
     workspace s;
@@ -148,18 +152,19 @@ INLINE void gemm_blocks(float *out, const pkv_weight *w, const pkv_act *x, int64
         for (int64_t p = 0; p < n_panels; p += PANELS)
             for (int64_t t = 0; t < n_tiled; t += 16 * TILES)
                 group_tile(&s, out + t * out_stride + 16 * p, w, x, panel0 + p, n_panels - p < PANELS ? n_panels - p : PANELS,
-                           token0 + t, n_tiled - t < 16 * TILES ? n_tiled - t : 16 * TILES, out_stride, add, type);
+                           token0 + t, n_tiled - t < 16 * TILES ? n_tiled - t : 16 * TILES, out_stride, add,
+                           t + 16 * TILES >= n_tiled && p + PANELS < n_panels + (n_left ? 0 : n_next), type);
         tiles_release();
     }
     if (n_left)
-        gemm_vnni(out + n_tiled * out_stride, w, x, panel0, n_panels, token0 + n_tiled, n_left, out_stride, add);
+        gemm_vnni(out + n_tiled * out_stride, w, x, panel0, n_panels, token0 + n_tiled, n_left, out_stride, add, n_next);
 }
 
 #define GEMM(name, type)                                                                                                            \
     static void gemm_##name(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,           \
-                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                        \
+                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)        \
     {                                                                                                                               \
-        gemm_blocks(out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, type);                                          \
+        gemm_blocks(out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, n_next, type);                                  \
     }
 GEMM(q4_0, PKV_W_Q4_0)
 GEMM(q4_1, PKV_W_Q4_1)

@@ -112,11 +112,11 @@ INLINE __m512 weights16(const int type, const uint8_t *data, int64_t k)
                              : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* P panels x T tokens in registers */
+/* P panels x T tokens in registers, while the next P panels are fetched if there are more */
 INLINE void float_tile(const int type, const int P, const int T, float *restrict out, const pkv_weight *restrict w,
-                       const pkv_act *restrict x, int64_t panel, int64_t token, int64_t out_stride, int add)
+                       const pkv_act *restrict x, int64_t panel, int64_t token, int64_t out_stride, int add, int more)
 {
-    const uint8_t *data = w->data + panel * w->panel_bytes;
+    const uint8_t *data = w->data + panel * w->panel_bytes, *next = data + (more ? P * w->panel_bytes : 0);
     const float *a = x->x + token * x->x_stride;
     __m512 acc[4][6], row[4];
     UNROLL for (int p = 0; p < P; p++)
@@ -126,7 +126,7 @@ INLINE void float_tile(const int type, const int P, const int T, float *restrict
         UNROLL for (int p = 0; p < P; p++) {
             row[p] = weights16(type, data + p * w->panel_bytes, k);
             if (T <= 3)
-                _mm_prefetch((const char *)data + (P + p) * w->panel_bytes + k * (type == PKV_W_F32 ? 64 : 32), _MM_HINT_T1);
+                _mm_prefetch((const char *)next + p * w->panel_bytes + k * (type == PKV_W_F32 ? 64 : 32), _MM_HINT_T1);
         }
         UNROLL for (int t = 0; t < T; t++)
             UNROLL for (int p = 0; p < P; p++)
@@ -140,20 +140,21 @@ INLINE void float_tile(const int type, const int P, const int T, float *restrict
 }
 
 INLINE void gemm_float(const int type, float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
-                       int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                       int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
     for (int64_t p = 0, P; p < n_panels; p += P) {
         P = n_panels - p >= 4 ? 4 : 1;
+        int more = p + P < n_panels + n_next;
         for (int64_t t = 0, T; t < n_tokens; t += T) {
             float *o = out + t * out_stride + 16 * p;
             T = n_tokens - t >= 6 ? 6 : n_tokens - t >= 3 ? 3 : 1;
             switch (16 * P + T) {
-            case 16 * 4 + 6: float_tile(type, 4, 6, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
-            case 16 * 4 + 3: float_tile(type, 4, 3, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
-            case 16 * 4 + 1: float_tile(type, 4, 1, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
-            case 16 * 1 + 6: float_tile(type, 1, 6, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
-            case 16 * 1 + 3: float_tile(type, 1, 3, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
-            case 16 * 1 + 1: float_tile(type, 1, 1, o, w, x, panel0 + p, token0 + t, out_stride, add); break;
+            case 16 * 4 + 6: float_tile(type, 4, 6, o, w, x, panel0 + p, token0 + t, out_stride, add, more); break;
+            case 16 * 4 + 3: float_tile(type, 4, 3, o, w, x, panel0 + p, token0 + t, out_stride, add, more); break;
+            case 16 * 4 + 1: float_tile(type, 4, 1, o, w, x, panel0 + p, token0 + t, out_stride, add, more); break;
+            case 16 * 1 + 6: float_tile(type, 1, 6, o, w, x, panel0 + p, token0 + t, out_stride, add, more); break;
+            case 16 * 1 + 3: float_tile(type, 1, 3, o, w, x, panel0 + p, token0 + t, out_stride, add, more); break;
+            case 16 * 1 + 1: float_tile(type, 1, 1, o, w, x, panel0 + p, token0 + t, out_stride, add, more); break;
             }
         }
     }
@@ -161,9 +162,9 @@ INLINE void gemm_float(const int type, float *restrict out, const pkv_weight *re
 
 #define GEMM_FLOAT(name, type)                                                                                                     \
     void pkv_gemm_##name##_avx512(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,    \
-                                  int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)                 \
+                                  int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next) \
     {                                                                                                                              \
-        gemm_float(type, out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add);                                          \
+        gemm_float(type, out, w, x, panel0, n_panels, token0, n_tokens, out_stride, add, n_next);                                  \
     }
 GEMM_FLOAT(f32, PKV_W_F32)
 GEMM_FLOAT(f16, PKV_W_F16)

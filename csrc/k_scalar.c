@@ -167,8 +167,9 @@ static float weight_float(const pkv_weight *w, int64_t row, int64_t k)
 }
 
 static void gemm_float(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0, int64_t n_panels,
-                       int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                       int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
+    (void)n_next;
     for (int64_t t = 0; t < n_tokens; t++)
         for (int64_t row = 0; row < 16 * n_panels; row++) {
             const float *a = x->x + (token0 + t) * x->x_stride;
@@ -236,8 +237,9 @@ static int is_super(int32_t type) { return type >= PKV_W_Q2_K; }
 /* int8. Integers are exact, and every integer that becomes a float is below 2^24: at most 2 * 128 * 16 * 32 * 127 for Q6_K. Q4_K and
  * Q5_K, with one sub-scale for the whole block, scale in float: d*sc and m*mn are exact. */
 void pkv_gemm_blocks_scalar(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
-                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                            int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
+    (void)n_next;
     for (int64_t row = 0; row < 16 * n_panels; row++)
         for (int64_t t = 0; t < n_tokens; t++) {
             float acc = 0.0f, *o = out + t * out_stride + row;
@@ -268,8 +270,9 @@ void pkv_gemm_blocks_scalar(float *restrict out, const pkv_weight *restrict w, c
  *     inner = fma(scale_w, isum, inner), inner = fma(min_w, sum of x, inner); acc = fma(scale_x, inner, acc)
  * K-quants keep sub-scales and minima integer to the end of the 256 columns: at most 16 * 128 * 16 * 32 * 2039 = 2.14e9 < 2^31 for Q6_K. */
 void pkv_gemm_wide_scalar(float *restrict out, const pkv_weight *restrict w, const pkv_act *restrict x, int64_t panel0,
-                          int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add)
+                          int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, int add, int64_t n_next)
 {
+    (void)n_next;
     for (int64_t row = 0; row < 16 * n_panels; row++)
         for (int64_t t = 0; t < n_tokens; t++) {
             float acc = 0.0f, inner = 0.0f, *o = out + t * out_stride + row;

@@ -129,11 +129,12 @@ static inline int64_t pkv_tile_bytes(int32_t format, int64_t head_dim, int64_t p
 }
 
 /* out[t][16*p + r] = sum over columns of weight row 16*(panel0+p)+r times activation row token0+t;
- * add != 0 adds the finished sum to what is there. */
+ * add != 0 adds the finished sum to what is there. n_next: panels behind these that the caller multiplies next by the same rows, which may be
+ * fetched meanwhile; what nobody reads soon is better not fetched, since it takes memory's time. */
 typedef void pkv_gemm_fn(float *restrict out,             /* [n_tokens, 16*n_panels] */
                          const pkv_weight *restrict w, const pkv_act *restrict x,
                          int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens,
-                         int64_t out_stride, int add);
+                         int64_t out_stride, int add, int64_t n_next);
 
 /* Store one token's K and V into slot of a tile. */
 typedef void pkv_kv_write_fn(uint8_t *restrict tile,

@@ -40,7 +40,7 @@ cdef extern from "pkv_kernels.h" nogil:
     int64_t pkv_tile_bytes(int32_t format, int64_t head_dim, int64_t page_tokens)
 
     ctypedef void pkv_gemm_fn(float *out, const pkv_weight *w, const pkv_act *x, int64_t panel0, int64_t n_panels, int64_t token0,
-                              int64_t n_tokens, int64_t out_stride, int add) noexcept nogil
+                              int64_t n_tokens, int64_t out_stride, int add, int64_t n_next) noexcept nogil
     ctypedef void pkv_kv_write_fn(uint8_t *tile, const float *k, const float *v, int64_t slot, int64_t head_dim,
                                   int64_t page_tokens) noexcept nogil
     ctypedef void pkv_kv_read_fn(float *k, float *v, const uint8_t *tile, int64_t slot0, int64_t n, int64_t head_dim,

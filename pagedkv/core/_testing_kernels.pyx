@@ -36,7 +36,8 @@ cdef pkv_weight weight(str type, size_t data, size_t scales, int64_t n_cols, int
 
 def gemm(str isa, str type, size_t out, size_t data, size_t scales, int64_t n_cols, int64_t w_panels,
          size_t x, int64_t x_stride, size_t q, int64_t q_stride, size_t scale, size_t sum, size_t isum, size_t half, int64_t b_stride,
-         int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, bint add, int64_t n_calls=1, size_t low=0):
+         int64_t panel0, int64_t n_panels, int64_t token0, int64_t n_tokens, int64_t out_stride, bint add, int64_t n_calls=1, size_t low=0,
+         int64_t n_next=0):
     """pkv_kernels.gemm of a weight of `w_panels` panels; quantised types read q, scale, sum, isum and half, float types x.
 
     `low`: the low digits of int12 activations, then pkv_kernels.gemm_wide."""
@@ -49,7 +50,7 @@ def gemm(str isa, str type, size_t out, size_t data, size_t scales, int64_t n_co
     a.x, a.x_stride, a.q, a.q_stride = <const float *>x, x_stride, <signed char *>q, q_stride
     a.scale, a.sum, a.isum, a.half, a.b_stride = <float *>scale, <float *>sum, <int32_t *>isum, <int32_t *>half, b_stride
     for i in range(n_calls):
-        run(<float *>out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, add)
+        run(<float *>out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, add, n_next)
 
 
 def quant_i8(str isa, size_t q, size_t scale, size_t sum, size_t isum, size_t half, size_t x, int64_t n, int64_t n_calls=1):

@@ -1,5 +1,7 @@
 """Private: floating-point modes, jobs on a pool, feature detection on made-up registers, products of packed matrices. Only tests import it."""
 
+from array import array
+
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 
@@ -7,6 +9,11 @@ from pagedkv.core._kernels cimport *
 from pagedkv.core.matmul cimport *
 
 from pagedkv.core.errors import PoolExhausted
+
+cdef extern from *:
+    int64_t atomic_load "__atomic_load_n"(const int64_t *p, int order) noexcept nogil
+    int64_t fetch_add "__atomic_fetch_add"(int64_t *p, int64_t by, int order) noexcept nogil
+    const int RELAXED "__ATOMIC_RELAXED"
 
 
 cdef extern from *:
@@ -128,12 +135,12 @@ cdef struct product:
     int64_t n_tokens
     int64_t out_stride
     bint add
-    int64_t counter
+    int64_t *taken
 
 
 cdef void product_job(void *arg, int thread, int n_threads) noexcept nogil:
     cdef product *p = <product *>arg
-    matmul(p.out, p.w, p.x, p.n_tokens, p.out_stride, p.add, &p.counter, thread, n_threads)
+    matmul(p.out, p.w, p.x, p.n_tokens, p.out_stride, p.add, p.taken, thread, n_threads)
 
 
 def multiply(ThreadPool pool not None, PackedMatrix m not None, x, out, bint add, bint wide):
@@ -142,6 +149,7 @@ def multiply(ThreadPool pool not None, PackedMatrix m not None, x, out, bint add
     cdef act_buffer b
     cdef int64_t t
     cdef int status
+    cdef int64_t[::1] taken = array("q", [0] * pool.n_threads)
     memset(&b, 0, sizeof(b))
     b.wide = wide
     if act_reserve(&b, x.shape[0], m.w.n_cols):
@@ -153,10 +161,53 @@ def multiply(ThreadPool pool not None, PackedMatrix m not None, x, out, bint add
             if m.w.scales != NULL:
                 act_quantise(&b, t, 0, m.w.n_cols)
         p.out, p.w, p.x = <float *><size_t>out.ctypes.data, &m.w, &b
-        p.n_tokens, p.out_stride, p.add, p.counter = x.shape[0], out.shape[1], add, 0
+        p.n_tokens, p.out_stride, p.add, p.taken = x.shape[0], out.shape[1], add, &taken[0]
         with nogil:
             status = pool_run(pool.ptr, &product_job, &p)
     finally:
         act_release(&b)
     if status:
         raise PoolExhausted("the system refused a worker thread")
+
+
+cdef struct sharing:
+    int64_t *taken
+    int64_t n, step
+    int64_t *pieces         # [n_threads, n, 3]
+    int64_t *n_pieces       # [n_threads]
+    int64_t n_done
+    int held
+
+
+cdef void share_job(void *arg, int thread, int n_threads) noexcept nogil:
+    cdef sharing *s = <sharing *>arg
+    cdef int64_t stop = 0
+    cdef int64_t n_next = 0
+    cdef int64_t start = next_share(s.taken, s.n, s.step, thread, n_threads, &stop, &n_next)
+    cdef int64_t *piece = s.pieces + thread * s.n * 3
+    while start < s.n:
+        piece[0], piece[1], piece[2] = start, stop, n_next
+        piece += 3
+        s.n_pieces[thread] += 1
+        while thread == s.held and atomic_load(&s.n_done, RELAXED) < n_threads - 1:
+            pass
+        start = next_share(s.taken, s.n, s.step, thread, n_threads, &stop, &n_next)
+    fetch_add(&s.n_done, 1, RELAXED)
+
+
+def shares(ThreadPool pool not None, int64_t n, int64_t step, int held=-1) -> list[list[tuple[int, int, int]]]:
+    """Of each thread, the (start, stop, n_next) that next_share gave it, in order. held: a thread that computes its first piece until the
+    others have nothing left, -1: none."""
+    cdef int64_t[::1] taken = array("q", [0] * pool.n_threads)
+    cdef int64_t[::1] n_pieces = array("q", [0] * pool.n_threads)
+    cdef int64_t[::1] pieces = array("q", [0] * (3 * n * pool.n_threads))
+    cdef sharing s
+    cdef int status
+    cdef int64_t t, i
+    s.taken, s.n, s.step, s.pieces, s.n_pieces, s.n_done, s.held = &taken[0], n, step, &pieces[0], &n_pieces[0], 0, held
+    with nogil:
+        status = pool_run(pool.ptr, &share_job, &s)
+    if status:
+        raise PoolExhausted("the system refused a worker thread")
+    return [[(pieces[3 * (t * n + i)], pieces[3 * (t * n + i) + 1], pieces[3 * (t * n + i) + 2]) for i in range(n_pieces[t])]
+            for t in range(pool.n_threads)]

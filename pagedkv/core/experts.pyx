@@ -103,46 +103,48 @@ cdef void group(batch *b) noexcept nogil:
         b.next_slot[e] += 1
 
 
-cdef void experts_up(batch *b, const layer_weights *w, float *scratch, int64_t *counters, int thread, int n_threads) noexcept nogil:
-    """From normed rows to activation(gate) * up of each row and expert. Five zeroed counters; all threads call it."""
+cdef void experts_up(batch *b, const layer_weights *w, float *scratch, int64_t *counters, int64_t *taken, int thread,
+                     int n_threads) noexcept nogil:
+    """From normed rows to activation(gate) * up of each row and expert. Four zeroed counters and a zeroed `taken` of each thread."""
     cdef int64_t n_slots = b.n_rows * b.n_used
     cdef int64_t chunk = max(b.n_rows // (4 * n_threads), <int64_t>1)
     cdef int64_t stop = 0
     cdef int64_t start, i, n_units, e
     cdef const expert_weights *x
     cdef bint quantised
-    matmul(b.router_logits, w.router, &b.normed, b.n_rows, b.router_stride, False, counters, thread, n_threads)
+    matmul(b.router_logits, w.router, &b.normed, b.n_rows, b.router_stride, False, taken, thread, n_threads)
     pool_barrier(b.pool)
-    start = claim(counters + 1, b.n_rows, chunk, &stop)
+    start = claim(counters, b.n_rows, chunk, &stop)
     while start < b.n_rows:
         for i in range(start, stop):
             choose(b, i)
-        start = claim(counters + 1, b.n_rows, chunk, &stop)
+        start = claim(counters, b.n_rows, chunk, &stop)
     pool_barrier(b.pool)
     if thread == 0:
         group(b)
     pool_barrier(b.pool)
-    start = claim(counters + 2, n_slots, chunk, &stop)
+    start = claim(counters + 1, n_slots, chunk, &stop)
     while start < n_slots:
         for i in range(start, stop):
             memcpy(b.gathered.x + i * b.gathered.act.x_stride, b.normed.x + b.row_of[i] * b.normed.act.x_stride, b.hidden * sizeof(float))
             if w.quantised_experts:
                 act_quantise(&b.gathered, i, 0, b.hidden)
-        start = claim(counters + 2, n_slots, chunk, &stop)
+        start = claim(counters + 1, n_slots, chunk, &stop)
     pool_barrier(b.pool)
     n_units = (w.experts[0].gate.n_panels + 1) // 2
     chunk = max(b.n_active * n_units // (8 * n_threads), <int64_t>1)
-    start = claim(counters + 3, b.n_active * n_units, chunk, &stop)
+    start = claim(counters + 2, b.n_active * n_units, chunk, &stop)
     while start < b.n_active * n_units:
         for i in range(start, stop):
             e = b.active[i // n_units]
             x = &w.experts[e]
             quantised = x.down.scales != NULL and not b.product.wide
-            gate_up_unit(b, &b.gathered, x, scratch, i % n_units, b.first[e], b.first[e + 1] - b.first[e], quantised)
-        start = claim(counters + 3, b.n_active * n_units, chunk, &stop)
+            gate_up_unit(b, &b.gathered, x, scratch, i % n_units, b.first[e], b.first[e + 1] - b.first[e], quantised,
+                         i + 1 < stop and (i + 1) % n_units != 0)
+        start = claim(counters + 2, b.n_active * n_units, chunk, &stop)
     if w.quantised_experts and b.product.wide:
         pool_barrier(b.pool)
-        quantise_rows(&b.product, n_slots, counters + 4, n_threads)
+        quantise_rows(&b.product, n_slots, counters + 3, n_threads)
 
 
 cdef void experts_down(batch *b, const layer_weights *w, float *out, int64_t *counters, int n_threads) noexcept nogil:
@@ -162,7 +164,7 @@ cdef void experts_down(batch *b, const layer_weights *w, float *out, int64_t *co
             panels = min(stop - start, n_panels - panel)
             down = w.experts[e].down
             gemm_of(&b.product, down)(b.slot_out + b.first[e] * b.x_stride + 16 * panel, down, &b.product.act, panel, panels,
-                                      b.first[e], b.first[e + 1] - b.first[e], b.x_stride, 0)
+                                      b.first[e], b.first[e + 1] - b.first[e], b.x_stride, 0, 0)
             start += panels
         start = claim(counters, n, chunk, &stop)
     pool_barrier(b.pool)

@@ -34,7 +34,8 @@ cdef extern from "time.h" nogil:
     int clock_gettime(int clock, timespec *t)
 
 cdef enum:
-    COUNTERS_PER_LAYER = 17
+    COUNTERS_PER_LAYER = 12
+    MATMULS_PER_LAYER = 6
 
 ACTIVATIONS = ("int8", "int12")        # of quantised matrices
 EXPERT_SHARES = ("chosen", "all")      # what the softmax of experts' shares is over
@@ -76,6 +77,7 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
     cdef float *out = b.branch if b.deferred else b.x
     cdef const float *post = NULL
     cdef int64_t *counter = b.counters
+    cdef int64_t *taken = b.taken
     cdef int64_t width = b.n_heads // b.n_kv_heads * b.head_dim
     cdef int64_t layer
     cdef int64_t since = now() if thread == 0 and b.nanoseconds != NULL else 0
@@ -88,53 +90,56 @@ cdef void step(void *arg, int thread, int n_threads) noexcept nogil:
         a = &b.attentions[w.attention]
         norm(b, b.deferred and layer > 0, post, w.attn_norm, False, b.n_rows,
              is_quantised(w.q) or is_quantised(w.k) or is_quantised(w.v), counter, n_threads)
-        fetch_home(w.q, thread, n_threads)
+        fetch_run(w.q, thread, n_threads)
+        fetch_run(w.k, thread, n_threads)
+        fetch_run(w.v, thread, n_threads)
         done(b, OP_ATTN_NORM, thread, &since)
-        matmul(b.qkv, w.q, &b.normed, b.n_rows, b.qkv_stride, False, counter + 1, thread, n_threads)
-        matmul(b.qkv + b.k_offset, w.k, &b.normed, b.n_rows, b.qkv_stride, False, counter + 2, thread, n_threads)
-        matmul(b.qkv + b.v_offset, w.v, &b.normed, b.n_rows, b.qkv_stride, False, counter + 3, thread, n_threads)
+        matmul(b.qkv, w.q, &b.normed, b.n_rows, b.qkv_stride, False, taken, thread, n_threads)
+        matmul(b.qkv + b.k_offset, w.k, &b.normed, b.n_rows, b.qkv_stride, False, taken + n_threads, thread, n_threads)
+        matmul(b.qkv + b.v_offset, w.v, &b.normed, b.n_rows, b.qkv_stride, False, taken + 2 * n_threads, thread, n_threads)
         done(b, OP_QKV, thread, &since)
-        rope_and_store(b, layer, scratch, counter + 4, n_threads)
-        fetch_home(w.o, thread, n_threads)
+        rope_and_store(b, layer, scratch, counter + 1, n_threads)
+        fetch_run(w.o, thread, n_threads)
         done(b, OP_ROPE, thread, &since)
         slices = &b.attended if is_quantised(w.o) and width % 32 == 0 and not b.attended.wide else NULL
-        attend(b.attended.x, b.qkv, &a.view, &a.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 5,
+        attend(b.attended.x, b.qkv, &a.view, &a.plan, layer, b.attended.act.x_stride, b.qkv_stride, slices, scratch, counter + 2,
                n_threads)
         if a.plan.n_merged:
             pool_barrier(b.pool)
-            attend_merge(b.attended.x, &a.view, &a.plan, b.attended.act.x_stride, slices, counter + 6)
+            attend_merge(b.attended.x, &a.view, &a.plan, b.attended.act.x_stride, slices, counter + 3)
         if is_quantised(w.o) and slices == NULL:
             pool_barrier(b.pool)
-            quantise_rows(&b.attended, b.n_rows, counter + 7, n_threads)
+            quantise_rows(&b.attended, b.n_rows, counter + 4, n_threads)
         done(b, OP_ATTENTION, thread, &since)
-        matmul(out, w.o, &b.attended, b.n_rows, b.x_stride, not b.deferred, counter + 8, thread, n_threads)
+        matmul(out, w.o, &b.attended, b.n_rows, b.x_stride, not b.deferred, taken + 3 * n_threads, thread, n_threads)
         if w.router == NULL:
-            fetch_home(w.ffn.gate, thread, n_threads)
-            fetch_home(w.ffn.up, thread, n_threads)
+            fetch_run(w.ffn.gate, thread, n_threads)
+            fetch_run(w.ffn.up, thread, n_threads)
         done(b, OP_ATTN_OUT, thread, &since)
         norm(b, b.deferred, w.post_attn_norm, w.ffn_norm, False, b.n_rows,
-             is_quantised(w.router) if w.router != NULL else is_quantised(w.ffn.gate) or is_quantised(w.ffn.up), counter + 9, n_threads)
+             is_quantised(w.router) if w.router != NULL else is_quantised(w.ffn.gate) or is_quantised(w.ffn.up), counter + 5, n_threads)
         done(b, OP_FFN_NORM, thread, &since)
         if w.router != NULL:
-            experts_up(b, w, scratch, counter + 10, thread, n_threads)
+            experts_up(b, w, scratch, counter + 6, taken + 4 * n_threads, thread, n_threads)
             done(b, OP_GATE_UP, thread, &since)
-            experts_down(b, w, out, counter + 15, n_threads)
+            experts_down(b, w, out, counter + 10, n_threads)
         else:
-            gate_up(b, w, scratch, counter + 10, thread, n_threads)
+            gate_up(b, w, scratch, taken + 4 * n_threads, thread, n_threads)
             if is_quantised(w.ffn.down) and b.product.wide:
                 pool_barrier(b.pool)
-                quantise_rows(&b.product, b.n_rows, counter + 12, n_threads)
-            fetch_home(w.ffn.down, thread, n_threads)
+                quantise_rows(&b.product, b.n_rows, counter + 6, n_threads)
+            fetch_run(w.ffn.down, thread, n_threads)
             done(b, OP_GATE_UP, thread, &since)
-            matmul(out, w.ffn.down, &b.product, b.n_rows, b.x_stride, not b.deferred, counter + 11, thread, n_threads)
+            matmul(out, w.ffn.down, &b.product, b.n_rows, b.x_stride, not b.deferred, taken + 5 * n_threads, thread, n_threads)
         done(b, OP_DOWN, thread, &since)
         post = w.post_ffn_norm
         counter += COUNTERS_PER_LAYER
+        taken += MATMULS_PER_LAYER * n_threads
     if b.n_gathered:
         norm(b, b.deferred, post, b.head_norm, True, b.n_gathered, is_quantised(b.head), counter, n_threads)
         done(b, OP_HEAD_NORM, thread, &since)
         if b.n_logits:
-            head(b, counter + 1, thread, n_threads)
+            head(b, taken, thread, n_threads)
             done(b, OP_HEAD, thread, &since)
 
 
@@ -168,6 +173,7 @@ cdef class ForwardModel:
     cdef expert_weights *experts
     cdef void *routes
     cdef int64_t *counters
+    cdef int64_t n_counters     # with those of matmuls
     cdef int64_t max_rows, scratch_bytes
     cdef int64_t profile_ns[N_OPS]
     cdef public bint profile
@@ -218,7 +224,9 @@ cdef class ForwardModel:
         if self.head.shape != (self.vocab_size, b.hidden) or self.head_norm.shape != (b.hidden,):
             raise ValueError(f"head: shape {self.head.shape} with norm {self.head_norm.shape}, must be ({self.vocab_size}, {b.hidden})")
         self.weights = <layer_weights *>pkv_alloc(b.n_layers * sizeof(layer_weights))
-        self.counters = <int64_t *>pkv_alloc((b.n_layers * COUNTERS_PER_LAYER + 4) * sizeof(int64_t))
+        n_plain = b.n_layers * COUNTERS_PER_LAYER + 2
+        self.n_counters = n_plain + (b.n_layers * MATMULS_PER_LAYER + 1) * self.pool.n_threads
+        self.counters = <int64_t *>pkv_alloc(self.n_counters * sizeof(int64_t))
         self.experts = <expert_weights *>pkv_alloc(max(b.n_layers * b.n_experts, <int64_t>1) * sizeof(expert_weights))
         if self.weights == NULL or self.counters == NULL or self.experts == NULL:
             raise MemoryError("the system refused memory for a model")
@@ -226,7 +234,7 @@ cdef class ForwardModel:
         b.head_norm, b.rope_factors = pointer(self.head_norm), pointer(self.rope_factors)
         b.inv_freq = <const double *><size_t>self.inv_freq.ctypes.data
         b.pool = self.pool.ptr
-        b.counters = self.counters
+        b.counters, b.taken = self.counters, self.counters + <int64_t>n_plain
         b.x_stride = pkv_round_up(b.hidden, 16)
         b.k_offset = pkv_round_up(n_heads * head_dim, 16)
         b.v_offset = b.k_offset + pkv_round_up(n_kv_heads * head_dim, 16)
@@ -508,7 +516,7 @@ cdef class ForwardModel:
         b.n_rows = row
         b.logits_stride = self.vocab_padded
         b.nanoseconds = self.profile_ns if self.profile else NULL
-        memset(self.counters, 0, (b.n_layers * COUNTERS_PER_LAYER + 4) * sizeof(int64_t))
+        memset(self.counters, 0, self.n_counters * sizeof(int64_t))
         none = np.empty(1, np.float32)
         PyObject_GetBuffer(none if logits is None else logits, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE)
         try:

@@ -18,12 +18,11 @@ cdef int act_reserve(act_buffer *b, int64_t n_tokens, int64_t n_cols) noexcept n
 cdef void act_release(act_buffer *b) noexcept nogil
 cdef void act_quantise(act_buffer *b, int64_t token, int64_t start, int64_t stop) noexcept nogil
 cdef void act_quantise_column(act_buffer *b, int64_t block, int64_t token0, int64_t n_tokens) noexcept nogil
-cdef int64_t first_share(int64_t *counter, int64_t n, int thread, int n_threads, int64_t *stop) noexcept nogil
-cdef int64_t next_share(int64_t *counter, int64_t n, int n_threads, int64_t *stop) noexcept nogil
-cdef void fetch_home(const pkv_weight *w, int thread, int n_threads) noexcept nogil
+cdef int64_t next_share(int64_t *taken, int64_t n, int64_t step, int thread, int n_threads, int64_t *stop, int64_t *n_next) noexcept nogil
+cdef void fetch_run(const pkv_weight *w, int thread, int n_threads) noexcept nogil
 cdef pkv_gemm_fn *gemm_of(const act_buffer *b, const pkv_weight *w) noexcept nogil
 cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n_tokens, int64_t out_stride, bint add,
-                 int64_t *counter, int thread, int n_threads) noexcept nogil
+                 int64_t *taken, int thread, int n_threads) noexcept nogil
 
 
 cdef class PackedMatrix:

@@ -16,6 +16,8 @@ from pagedkv.core.memory cimport Slab, WeightMemory, pkv_alloc, pkv_release
 from pagedkv.core.quants cimport pack_row
 
 cdef extern from *:
+    int64_t atomic_load "__atomic_load_n"(const int64_t *p, int order) noexcept nogil
+    int64_t fetch_add "__atomic_fetch_add"(int64_t *p, int64_t by, int order) noexcept nogil
     void atomic_store "__atomic_store_n"(int64_t *p, int64_t value, int order) noexcept nogil
     const int RELAXED "__ATOMIC_RELAXED"
 
@@ -75,38 +77,63 @@ cdef void act_quantise_column(act_buffer *b, int64_t block, int64_t token0, int6
 
 
 cdef enum:
-    FETCHED_BYTES = 1 << 13     # of a thread's home, fetched ahead
+    FETCHED_BYTES = 1 << 13     # of a thread's run, fetched before it begins
+    LOW_HALF = 0xffffffff
 
 # --- the loop ----------------------------------------------------------------------------------------------------------
 
-# Threads share panels so: three quarters are their homes, a run of neighbours for each, which it reads from memory in order and whose
-# beginning it can fetch before its turn comes; the rest is claimed a few at a time and levels the threads out. Numbers of panels are
-# even wherever they can be, since kernels take them in pairs.
+# Each thread has an equal run of panels for itself: it reads it from memory in order, so that what comes next can be fetched meanwhile, and
+# before its turn comes, too. Who is done takes from the ends of the others' runs. Numbers of panels are even wherever they can be, since
+# kernels take them in pairs.
 
-cdef int64_t home_size(int64_t n, int n_threads) noexcept nogil:
-    return n if n_threads == 1 else 3 * n // (4 * n_threads) // 4 * 4
-
-
-cdef int64_t first_share(int64_t *counter, int64_t n, int thread, int n_threads, int64_t *stop) noexcept nogil:
-    """Where the first of the thread's shares of [0, n) begins, >= n if it has none; *stop: where it ends."""
-    cdef int64_t home = home_size(n, n_threads)
-    if home == 0:
-        return next_share(counter, n, n_threads, stop)
-    stop[0] = (thread + 1) * home
-    return thread * home
+cdef int64_t run_start(int64_t n, int thread, int n_threads) noexcept nogil:
+    """Where the thread's run of [0, n) begins; that of thread n_threads would begin at n."""
+    return n * thread // n_threads
 
 
-cdef int64_t next_share(int64_t *counter, int64_t n, int n_threads, int64_t *stop) noexcept nogil:
-    """The same of the next of them. `counter` starts at zero for each n."""
-    cdef int64_t homes = n_threads * home_size(n, n_threads)
-    cdef int64_t start = claim(counter, n - homes, min(max((n - homes) // (4 * n_threads) // 2 * 2, <int64_t>2), <int64_t>16), stop)
-    stop[0] += homes
-    return homes + start
+cdef int64_t take(int64_t *taken, int64_t n, bint behind, int64_t *stop) noexcept nogil:
+    """Start of a piece of a run of n, n if nothing is left; *stop: where it ends.
+
+    Its owner takes half of what is left, from the front; others a quarter, from behind. *taken counts both, in its low and its high half.
+    """
+    cdef int64_t before = atomic_load(taken, RELAXED)
+    cdef int64_t left = n - (before & LOW_HALF) - (before >> 32)
+    cdef int64_t piece = max(left // (4 if behind else 2), <int64_t>1)
+    cdef int64_t start
+    if left <= 0:
+        return n
+    before = fetch_add(taken, piece << 32 if behind else piece, RELAXED)
+    left = n - (before & LOW_HALF) - (before >> 32)
+    if left <= 0:
+        return n
+    piece = min(piece, left)
+    start = n - (before >> 32) - piece if behind else before & LOW_HALF
+    stop[0] = start + piece
+    return start
 
 
-cdef void fetch_home(const pkv_weight *w, int thread, int n_threads) noexcept nogil:
+cdef int64_t next_share(int64_t *taken, int64_t n, int64_t step, int thread, int n_threads, int64_t *stop, int64_t *n_next) noexcept nogil:
+    """Start, a multiple of step, of what the thread computes next of [0, n), n if nothing is left; *stop: where it ends; *n_next: how many
+    behind them will, as it seems, come next. taken: one for each thread, zero at first."""
+    cdef int64_t n_steps = (n + step - 1) // step
+    cdef int64_t first, size, start
+    cdef int other = thread
+    cdef int i
+    for i in range(n_threads):
+        first = run_start(n_steps, other, n_threads)
+        size = run_start(n_steps, other + 1, n_threads) - first
+        start = take(taken + other, size, i > 0, stop)
+        if start < size:
+            stop[0] = min((first + stop[0]) * step, n)
+            n_next[0] = min((first + size) * step, n) - stop[0] if i == 0 else 0
+            return (first + start) * step
+        other = other + 1 if other + 1 < n_threads else 0
+    return n
+
+
+cdef void fetch_run(const pkv_weight *w, int thread, int n_threads) noexcept nogil:
     """Ask for the beginning of what the thread will read of these weights, so that it is there after the barrier between."""
-    cdef int64_t panel = thread * home_size(w.n_panels, n_threads)
+    cdef int64_t panel = 2 * run_start((w.n_panels + 1) // 2, thread, n_threads)
     pkv_prefetch(w.data + panel * w.panel_bytes, min(<int64_t>FETCHED_BYTES, w.n_panels * w.panel_bytes))
     if w.scales != NULL:
         pkv_prefetch(w.scales + panel * w.scale_bytes, min(<int64_t>FETCHED_BYTES // 4, w.n_panels * w.scale_bytes))
@@ -118,16 +145,17 @@ cdef pkv_gemm_fn *gemm_of(const act_buffer *b, const pkv_weight *w) noexcept nog
 
 
 cdef void matmul(float *out, const pkv_weight *w, const act_buffer *x, int64_t n_tokens, int64_t out_stride, bint add,
-                 int64_t *counter, int thread, int n_threads) noexcept nogil:
-    """out[n_tokens, 16*n_panels] (+)= x times w transposed, shared by the threads that call it with one zeroed counter.
+                 int64_t *taken, int thread, int n_threads) noexcept nogil:
+    """out[n_tokens, 16*n_panels] (+)= x times w transposed, shared by the threads that call it with the same zeroed `taken`, one of each.
 
     Who computes a panel never changes its bits.
     """
     cdef int64_t stop = 0
-    cdef int64_t start = first_share(counter, w.n_panels, thread, n_threads, &stop)
+    cdef int64_t n_next = 0
+    cdef int64_t start = next_share(taken, w.n_panels, 2, thread, n_threads, &stop, &n_next)
     while start < w.n_panels:
-        gemm_of(x, w)(out + 16 * start, w, &x.act, start, stop - start, 0, n_tokens, out_stride, add)
-        start = next_share(counter, w.n_panels, n_threads, &stop)
+        gemm_of(x, w)(out + 16 * start, w, &x.act, start, stop - start, 0, n_tokens, out_stride, add, n_next)
+        start = next_share(taken, w.n_panels, 2, thread, n_threads, &stop, &n_next)
 
 
 # --- packing -----------------------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ cdef struct batch:
     int64_t n_rows, n_gathered, n_logits, logits_stride   # n_gathered: of logit_rows, the first n_logits of them for the head
     # work sharing
     pkv_pool *pool
-    int64_t *counters
+    int64_t *counters       # one for each operation
+    int64_t *taken          # n_threads for each matmul
     float *scratch
     int64_t scratch_stride
     int64_t *nanoseconds           # of each operation on thread 0, or NULL
@@ -102,6 +103,6 @@ cdef void norm(batch *b, bint pending, const float *post, const float *weight, b
 cdef void rope_and_store(batch *b, int64_t layer, float *scratch, int64_t *counter, int n_threads) noexcept nogil
 cdef void quantise_rows(act_buffer *rows, int64_t n_rows, int64_t *counter, int n_threads) noexcept nogil
 cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, float *scratch, int64_t unit, int64_t start, int64_t n_rows,
-                       bint quantised) noexcept nogil
-cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int thread, int n_threads) noexcept nogil
-cdef void head(batch *b, int64_t *counter, int thread, int n_threads) noexcept nogil
+                       bint quantised, bint more) noexcept nogil
+cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *taken, int thread, int n_threads) noexcept nogil
+cdef void head(batch *b, int64_t *taken, int thread, int n_threads) noexcept nogil

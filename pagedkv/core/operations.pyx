@@ -8,7 +8,7 @@ from libc.string cimport memcpy, memset
 
 from pagedkv.core._kernels cimport *
 from pagedkv.core.attention cimport attention_span, attention_view, kv_tile
-from pagedkv.core.matmul cimport act_buffer, act_quantise, act_quantise_column, first_share, gemm_of, next_share
+from pagedkv.core.matmul cimport act_buffer, act_quantise, act_quantise_column, gemm_of, next_share
 
 
 cdef int64_t row_chunk(const batch *b, int n_threads) noexcept nogil:
@@ -144,8 +144,9 @@ cdef void quantise_rows(act_buffer *rows, int64_t n_rows, int64_t *counter, int 
 
 
 cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, float *scratch, int64_t unit, int64_t start, int64_t n_rows,
-                       bint quantised) noexcept nogil:
-    """activation(gate) * up for 32 rows of both matrices and rows [start, start + n_rows) of x, quantised while in cache."""
+                       bint quantised, bint more) noexcept nogil:
+    """activation(gate) * up for 32 rows of both matrices and rows [start, start + n_rows) of x, quantised while in cache. more: whether the
+    next unit follows."""
     cdef int64_t panel = 2 * unit
     cdef int64_t panels = min(<int64_t>2, w.gate.n_panels - panel)
     cdef int64_t token = start, n, t
@@ -153,8 +154,8 @@ cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, f
     cdef float *h
     while token < start + n_rows:
         n = min(<int64_t>FFN_TOKENS, start + n_rows - token)
-        gemm_of(x, w.gate)(scratch, w.gate, &x.act, panel, panels, token, n, UNIT, 0)
-        gemm_of(x, w.up)(up, w.up, &x.act, panel, panels, token, n, UNIT, 0)
+        gemm_of(x, w.gate)(scratch, w.gate, &x.act, panel, panels, token, n, UNIT, 0, 2 * more)
+        gemm_of(x, w.up)(up, w.up, &x.act, panel, panels, token, n, UNIT, 0, 2 * more)
         for t in range(n):
             h = b.product.x + (token + t) * b.product.act.x_stride + UNIT * unit
             if b.activation == ACT_GELU:
@@ -166,27 +167,30 @@ cdef void gate_up_unit(batch *b, const act_buffer *x, const expert_weights *w, f
         token += n
 
 
-cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *counter, int thread, int n_threads) noexcept nogil:
+cdef void gate_up(batch *b, const layer_weights *w, float *scratch, int64_t *taken, int thread, int n_threads) noexcept nogil:
     """activation(gate) * up of all rows."""
     cdef int64_t n_units = (w.ffn.gate.n_panels + 1) // 2
     cdef int64_t stop = 0
+    cdef int64_t n_next = 0
     cdef int64_t unit
-    cdef int64_t start = first_share(counter, n_units, thread, n_threads, &stop)
+    cdef int64_t start = next_share(taken, n_units, 1, thread, n_threads, &stop, &n_next)
     cdef bint quantised = w.ffn.down.scales != NULL and not b.product.wide  # a wide block is longer than a unit
     while start < n_units:
         for unit in range(start, stop):
-            gate_up_unit(b, &b.normed, &w.ffn, scratch, unit, 0, b.n_rows, quantised)
-        start = next_share(counter, n_units, n_threads, &stop)
+            gate_up_unit(b, &b.normed, &w.ffn, scratch, unit, 0, b.n_rows, quantised, unit + 1 < stop + n_next)
+        start = next_share(taken, n_units, 1, thread, n_threads, &stop, &n_next)
 
 
-cdef void head(batch *b, int64_t *counter, int thread, int n_threads) noexcept nogil:
+cdef void head(batch *b, int64_t *taken, int thread, int n_threads) noexcept nogil:
     """Logits of the gathered rows."""
     cdef int64_t stop = 0
+    cdef int64_t n_next = 0
     cdef int64_t row
-    cdef int64_t start = first_share(counter, b.head.n_panels, thread, n_threads, &stop)
+    cdef int64_t start = next_share(taken, b.head.n_panels, 2, thread, n_threads, &stop, &n_next)
     while start < b.head.n_panels:
-        gemm_of(&b.normed, b.head)(b.logits + 16 * start, b.head, &b.normed.act, start, stop - start, 0, b.n_logits, b.logits_stride, 0)
+        gemm_of(&b.normed, b.head)(b.logits + 16 * start, b.head, &b.normed.act, start, stop - start, 0, b.n_logits, b.logits_stride, 0,
+                                   n_next)
         if b.logit_softcap > 0:
             for row in range(b.n_logits):
                 kern.softcap(b.logits + row * b.logits_stride + 16 * start, 16 * (stop - start), b.logit_softcap)
-        start = next_share(counter, b.head.n_panels, n_threads, &stop)
+        start = next_share(taken, b.head.n_panels, 2, thread, n_threads, &stop, &n_next)

@@ -89,7 +89,7 @@ cdef void gemm_worker(void *arg, int thread, int n_threads) noexcept nogil:
     cdef float *out = job.out + thread * job.n_tokens * stride
     cdef int64_t i
     for i in range(job.repeats):
-        gemm_of(job.x, job.w)(out, job.w, &job.x.act, 0, job.w.n_panels, 0, job.n_tokens, stride, 0)
+        gemm_of(job.x, job.w)(out, job.w, &job.x.act, 0, job.w.n_panels, 0, job.n_tokens, stride, 0, 0)
 
 
 def kernel_macs(ThreadPool pool not None, PackedMatrix weights not None, int64_t n_tokens=32, int64_t repeats=64) -> float:

@@ -9,7 +9,7 @@ import pytest
 from isas import assert_one_result, on_every_isa
 
 from pagedkv.core._kernels import ThreadPool
-from pagedkv.core._testing_threads import multiply
+from pagedkv.core._testing_threads import multiply, shares
 from pagedkv.core.files import read_bytes
 from pagedkv.core.matmul import WEIGHT_TYPES, PackedMatrix
 from pagedkv.core.memory import WeightMemory
@@ -368,3 +368,45 @@ def test_bytes_are_read_at_their_place(file_of):
         with pytest.raises(EOFError) as caught:
             read_bytes(fd, n, at)
         assert caught.value.args == (end,)
+
+
+# --- who computes what -------------------------------------------------------------------------------------------------
+
+SIZES = (1, 2, 3, 7, 12, 36, 48, 97, 512, 3072)
+
+
+def covered(pieces, n):
+    """How often each of [0, n) is in a piece of any thread."""
+    counts = np.zeros(n, np.int64)
+    for start, stop, _ in itertools.chain.from_iterable(pieces):
+        assert 0 <= start < stop <= n
+        counts[start:stop] += 1
+    return counts
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("step", [1, 2])
+def test_threads_share_everything_once(n_threads, step):
+    pool = ThreadPool(n_threads)
+    for n in SIZES:
+        for _ in range(20):
+            pieces = shares(pool, n, step)
+            assert (covered(pieces, n) == 1).all()
+            for start, stop, n_next in itertools.chain.from_iterable(pieces):
+                assert start % step == 0 and (stop % step == 0 or stop == n)
+                assert 0 <= n_next <= n - stop
+
+
+@pytest.mark.parametrize("n_threads", [2, 3, 8])
+@pytest.mark.parametrize("held", [0, 1])
+def test_others_take_what_a_slow_thread_leaves(n_threads, held):
+    pool = ThreadPool(n_threads)
+    for n in SIZES:
+        pieces = shares(pool, n, 2, held)
+        assert (covered(pieces, n) == 1).all()
+        assert len(pieces[held]) <= 1, "all that it had left is taken"
+
+
+def test_a_thread_is_told_what_it_reads_next():
+    """One alone goes through everything in order, half of the rest at a time."""
+    assert shares(ThreadPool(1), 20, 2) == [[(0, 10, 10), (10, 14, 6), (14, 16, 4), (16, 18, 2), (18, 20, 0)]]

@@ -55,7 +55,7 @@ static void fill(void)
         weights[i] = (pkv_weight){.data = data, .scales = scales, .n_rows = ROWS, .n_cols = COLS, .n_panels = PANELS, .type = types[i]};
         weights[i].panel_bytes = BLOCKS * (types[i] == PKV_W_Q8_0 ? 512 : 256);
         weights[i].scale_bytes = BLOCKS * (types[i] == PKV_W_Q4_1 ? 64 : 32);
-        pkv_kernels_scalar.gemm[types[i]](expected[i].rows[0], &weights[i], &act, 0, PANELS, 0, TOKENS, ROWS, 0);
+        pkv_kernels_scalar.gemm[types[i]](expected[i].rows[0], &weights[i], &act, 0, PANELS, 0, TOKENS, ROWS, 0, 0);
     }
 }
 
@@ -63,7 +63,7 @@ static void fill(void)
 static int equal(outputs *out, int i, int n_tokens)
 {
     memset(out, 0xff, sizeof *out);
-    tiled->gemm[types[i]](out->rows[0], &weights[i], &act, 0, PANELS, 0, n_tokens, ROWS, 0);
+    tiled->gemm[types[i]](out->rows[0], &weights[i], &act, 0, PANELS, 0, n_tokens, ROWS, 0, 0);
     n_calls++;
     return !memcmp(out, &expected[i], sizeof out->rows[0] * (size_t)n_tokens);
 }

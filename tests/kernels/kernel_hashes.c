@@ -188,7 +188,7 @@ static void run_gemm(const pkv_kernels *k, int type, sha256 *s)
         pkv_weight w = make_weight(type, n_cols, total, style, fill);
         pkv_act a = make_act(n_cols, token0 + n_tokens, style, q_fill);
         float *out = floats(n_tokens * out_stride, style);
-        k->gemm[type](out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, c % 3 == 2);
+        k->gemm[type](out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, c % 3 == 2, c % 4);
         hash_floats(s, out, n_tokens * out_stride);
     }
 }
@@ -222,7 +222,7 @@ static void run_gemm_wide(const pkv_kernels *k, int type, sha256 *s)
         pkv_act a = make_act(n_cols, token0 + n_tokens, style, q_fill);
         widen_act(&a, n_cols, token0 + n_tokens);
         float *out = floats(n_tokens * out_stride, style);
-        k->gemm_wide[type](out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, c % 3 == 2);
+        k->gemm_wide[type](out, &w, &a, panel0, n_panels, token0, n_tokens, out_stride, c % 3 == 2, c % 4);
         hash_floats(s, out, n_tokens * out_stride);
     }
 }

@@ -151,7 +151,7 @@ def test_gemm(case, seed, isa, type_name, wide):
         lambda name, out: kernels.gemm(
             name, type_name, out, address(data), address(scales), n_cols, w_panels, address(x), x_stride,
             address(q), q_stride, address(scale), address(total), address(isum), address(half), b_stride,
-            panel0, n_panels, token0, n_tokens, out_stride, add, low=address(low)),
+            panel0, n_panels, token0, n_tokens, out_stride, add, low=address(low), n_next=w_panels - panel0 - n_panels),
     )
 
 
