@@ -2,7 +2,7 @@
 
 import functools
 import time
-from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,22 +80,23 @@ class Drawing:
             return
         token = state.token
         branch.tokens.append(token)
+        n_outputs = branch.n_outputs
         state.accept(token)
         branch.cumulative_logprob += state.logprob
         if branch.logprobs is not None:
             branch.logprobs.append(self._logprobs(token, state.logprob, state.rank, state.top))
         if token in request.stop_ids:
             branch.finish("stop", token)
-        elif branch.text.push(token, branch.n_outputs >= request.params.min_tokens):
+        elif branch.text.push(token, n_outputs >= request.params.min_tokens):
             branch.finish("stop", branch.text.matched)
         elif branch.mask is not None and (end := branch.mask.end(branch.output_token_ids)) is not None:
             branch.finish(*end)
-        elif branch.n_outputs >= request.max_new_tokens:
+        elif n_outputs >= request.max_new_tokens:
             branch.finish("length")
         elif branch.mask is not None:
             branch.mask.prepare(branch.output_token_ids)
 
-    def accept_drafts(self, branch: Branch, drafts: array, logits: np.ndarray, row: int) -> int:
+    def accept_drafts(self, branch: Branch, drafts: Sequence[int], logits: np.ndarray, row: int) -> int:
         """Draw on behind the branch's last token, which came from `row`, as long as the drafts guessed what was drawn;
         returns how many did. The next row holds the logits that plain decoding would see, so it is drawn from as
         usual, and nothing is known of later rows before it is."""

@@ -376,7 +376,7 @@ class LLMEngine:
                 for each in chunk.drawn:
                     drawn.setdefault(request, []).append((each, chunk, len(wanted)))
                 wanted.extend(range(len(token_ids) - 1, len(token_ids) + len(chunk.drafts)))
-                token_ids += chunk.drafts
+                token_ids.extend(chunk.drafts)
             n_logits = len(wanted)
         logits = self._rows(n_logits)
         hidden = None

@@ -68,7 +68,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether every branch is."""
-        return all(branch.finish_reason is not None for branch in self.branches)
+        return None not in [branch.finish_reason for branch in self.branches]
 
     @property
     def max_stored_tokens(self) -> int:

@@ -16,8 +16,8 @@ Branches are ordered by their key (priority, arrival, index): lower goes first. 
 """
 
 import bisect
-from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import PoolExhausted
@@ -27,7 +27,7 @@ from .request import Branch
 from .speculation import Speculation
 
 
-@dataclass
+@dataclass(slots=True)
 class Chunk:
     """Work of one branch in one step: the K/V of tokens [start, start + n_tokens) and of the drafts, guesses of the
     tokens behind them. There is room for both."""
@@ -35,7 +35,7 @@ class Chunk:
     branch: Branch
     start: int
     n_tokens: int
-    drafts: array = field(default_factory=lambda: array("i"))
+    drafts: Sequence[int] = ()
 
     @property
     def n_rows(self) -> int:

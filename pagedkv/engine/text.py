@@ -49,7 +49,8 @@ class OutputText:
                 at, self.matched = min(found, key=lambda match: match[0])
                 self._decoded = self.text = self._decoded[:at]
                 return
-        self.text = self._decoded[: len(self._decoded) - self._held()]
+        held = self._held() if self._stops else 0
+        self.text = self._decoded[:-held] if held else self._decoded
 
     def _held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""

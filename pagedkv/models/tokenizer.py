@@ -86,6 +86,7 @@ class Tokenizer:
 
     def _build(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._bytes_of = functools.lru_cache(1 << 13)(vocabulary.bytes_of)
         self._n_rows: int | None = None
         self.vocab_size = len(vocabulary.tokens)
         special = (vocabulary.types == CONTROL) | (vocabulary.types == UNKNOWN)
@@ -252,7 +253,7 @@ class Tokenizer:
             raise ValueError(f"token id: {token_id} is negative")
         if token_id >= self.vocab_size or (skip_special_tokens and token_id in self.special_ids):
             return b""
-        return self._vocabulary.bytes_of(token_id)
+        return self._bytes_of(token_id)
 
 
 def _refuse_surrogates(field: str, text: str) -> None:
