@@ -91,6 +91,7 @@ def main() -> None:
     work = {key: getattr(options, key) for key in ("batch", "prefix_tokens", "own_tokens", "gen_tokens")}
     rows = [
         {"bench": "shared_prefix", "pages": name, "model": Path(options.model).name, **work, "unit": "tokens/s"}
+        | {"pages_in_use": sides[name].engine.stats()["pages_in_use"]}
         | results.summary(values)
         for name, values in samples.items()
     ]

@@ -1,4 +1,4 @@
-"""The trace generator, its replay, and both serving scripts on requests too small to measure anything."""
+"""The trace generator, its replay, and the scripts that serve, on requests too small to measure anything."""
 
 import importlib
 import json
@@ -63,6 +63,7 @@ def test_replay_keeps_so_many_requests_on_the_way(serve_trace):
              "--long-tokens", "40", "--every", "3"],
         ),
         ("speculation.py", ["--rounds", "1", "--only", "quote", "--clock", "cpu"]),
+        ("shared_prefix.py", ["--batch", "3", "--prefix-tokens", "300", "--gen-tokens", "2", "--rounds", "2"]),
     ],
 )  # fmt: skip
 def test_scripts_write_what_they_measured(script, arguments, smollm2_path, tmp_path):
@@ -82,6 +83,11 @@ def test_scripts_write_what_they_measured(script, arguments, smollm2_path, tmp_p
         assert len(gaps["bounded"]["waits_s"]) == len(gaps["unbounded"]["waits_s"]) == 2
         assert gaps["bounded"]["gaps"] > gaps["unbounded"]["gaps"] > 2 * 2 * 3  # a prompt takes more steps, with gaps
         assert 0 < shares["scheduler"] + shares["sampling"] + shares["forward"] <= 1
+    elif script == "shared_prefix.py":
+        shared, copies = rows
+        assert (shared["pages"], copies["pages"]) == ("shared", "copies")
+        assert copies["pages_in_use"] - shared["pages_in_use"] == 2 * (300 // 16)
+        assert all(len(row["samples"]) == 2 and min(row["samples"]) > 0 for row in rows)
     else:
         (row,) = rows
         assert row["drafted"] >= row["accepted"] > 20
