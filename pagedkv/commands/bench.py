@@ -133,7 +133,8 @@ def measure(
     gen_tokens: int,
     on_prefilled: Callable[[], object] | None = None,
 ) -> Sample:
-    """Submit all prompts, of one length, at once; then count gen_tokens steps in which all of them decode.
+    """Submit all prompts, of one length, at once; then count gen_tokens steps in which all of them decode. ValueError
+    where the context has no room for that.
 
     on_prefilled is called, untimed, between prefill and decode. Aborts the requests when done. OutputFailed when the
     model's outputs cannot be computed, which would be fast.
@@ -144,6 +145,11 @@ def measure(
     # requests that are ready early decode beside the others' prefill: nobody may finish before the counted steps end
     length = len(prompts[0]["prompt_token_ids"])
     early = _steps_of_prefill(len(prompts), length, engine.scheduler.max_num_batched_tokens)
+    if length + gen_tokens + early > engine.max_model_len:
+        raise ValueError(
+            f"prompt_tokens {length}, gen_tokens {gen_tokens} and {early} steps beside others' prompts need a context "
+            f"of {length + gen_tokens + early} tokens; it is {engine.max_model_len}"
+        )
     params = SamplingParams(max_tokens=gen_tokens + early, temperature=0, ignore_eos=True)
     start = time.perf_counter()
     ids = [engine.add_request(prompt, params) for prompt in prompts]

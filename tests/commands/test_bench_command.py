@@ -44,6 +44,13 @@ def test_lengths_beyond_the_context_are_refused(pagedkv_command, smollm2_path):
     assert "9000" in result.stderr and "8192" in result.stderr
 
 
+def test_counted_steps_must_fit_the_context_beside_the_prompts(pagedkv_command, smollm2_path):
+    """Otherwise requests end early and nothing is counted as something."""
+    done = pagedkv_command("bench", "--batch", "1", "--prompt-tokens", 8192, "--gen-tokens", 64)
+    assert done.returncode != 0 and done.stderr.count("\n") == 1
+    assert "prompt_tokens 8192, gen_tokens 64" in done.stderr and "it is 8192" in done.stderr
+
+
 @pytest.mark.parametrize("batch, prompt_tokens", [(1, 1), (3, 700), (40, 30)])
 def test_every_counted_step_advances_every_request(smollm2_path, monkeypatch, batch, prompt_tokens):
     """The counted steps are full, also where early requests decode beside a long prefill; nothing is left behind."""
